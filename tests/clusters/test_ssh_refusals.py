@@ -17,12 +17,12 @@ import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
 from launch.launch_rig import TUTTI
-from tutti.clusters import ssh
+from tutti.clusters import ssh, ssh_agent
 from tutti.clusters.cluster_job import JobRequest, read_record
 from tutti.clusters.profile_file import with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
-from tutti.clusters.ssh_hosts import SshSettings, read_hosts, read_ssh_settings
+from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
 from tutti.clusters.ssh_prepare import prepare_hosts
 from tutti.commands.run_options import RunOptions
 from tutti.commands.submit import states, submit
@@ -135,6 +135,8 @@ def test_pythons_and_directories_that_will_not_do_are_named(tmp_path: Path, host
         ({"python": str(bare / "bin/python")}, "lacks torch, numpy, pydantic"),
         ({"setup": (f"export PYTHONPATH='{other.parent}'",)}, "torch is 1.0 there and 2."),
         ({"setup": ("true", "module load nothing 2>/dev/null")}, "setup line 2 failed (module load nothing"),
+        ({"setup": ("echo 'a\" # b' & wait # c", "if", "export KEY=k")}, "setup line 2 failed (if); correct"),
+        ({"setup": ("set -eu; cat; read -r x || true", "exit 3")}, "setup line 2 failed (exit 3); correct"),
         ({"directory": str(tmp_path / "file/code")}, "cannot be used there (Not a directory); name another one"),
         ({"sync": "none", "directory": "/none"}, "the directory /none cannot be used there (missing); name "),
         ({"options": ("-o Nonsense=1",)}, "ssh does not take its settings ("),
@@ -331,3 +333,53 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(tmp_path: Path, 
     (project / "new.py").unlink()
     prepare_hosts(needs, print)
     assert not (copy / "new.py").exists(), "what is removed here is removed there"
+
+
+@pytest.mark.parametrize("shell", ["bash", "tcsh"])
+def test_the_script_is_on_no_command_line_and_its_setup_lines_count(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    setup = ("export KEY='a \"b\" ! c' # a comment", "cd /tmp &\nwait")
+    settings = SshSettings(hosts="a", python="~/bin/python", setup=setup)
+    command = ssh_command(settings, read_hosts(settings, tmp_path)[0])[-1]
+    assert "KEY" not in command
+    code = b"import os; print(os.environ['KEY'], s.read())"
+    done = subprocess.run(
+        [shell, "-c", command], input=b"%b%d\n%brest" % (bash_script(settings), len(code), code),
+        capture_output=True, check=False, env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"a \"b\" ! c b'rest'\n", b"")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_an_interpreter_and_a_package_that_others_can_change_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, digest = tmp_path / "place", "0123"
+    (place / "tutti").mkdir(parents=True)
+    (place / "tutti/a.py").write_text("1")
+    digest = ssh_agent.package_digest(place / "tutti")
+    (place / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "python"))
+    code = b"print(sys.executable)"
+
+    def chosen() -> bytes:
+        script = bash_script(SshSettings(hosts="a"))
+        done = subprocess.run(
+            ["sh", "-c", ssh_command(SshSettings(), SshHost(address="a"))[-1]],
+            input=b"%b%d\n%b" % (script, len(code), code), capture_output=True, check=False,
+        )  # fmt: skip
+        return done.stdout
+
+    assert chosen() == f"{place}/python\n".encode()
+    assert ssh_agent._find_package("tutti", digest, [str(place)])[0] == str(place)
+    tmp_path.chmod(0o777)
+    assert not chosen().startswith(str(place).encode())
+    assert not ssh_agent._find_package("tutti", digest, [str(place)])[0]
+    tmp_path.chmod(0o755)
+    os.lchown(place / "python", 12345, 12345)
+    os.chown(place / "tutti/a.py", 12345, 12345)
+    assert not chosen().startswith(str(place).encode())
+    assert not ssh_agent._find_package("tutti", digest, [str(place)])[0]

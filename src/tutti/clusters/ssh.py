@@ -88,7 +88,8 @@ class Ssh:
             tasks.append(
                 {
                     "name": place.host.name,
-                    "command": ssh_command(settings, place.host, bash_script(settings)),
+                    "command": ssh_command(settings, place.host),
+                    "script": bash_script(settings).decode(),
                     "request": {"arguments": words, **_sent_back(request, settings, prepared, number, shared=shared)},
                 }
             )

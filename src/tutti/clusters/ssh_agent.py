@@ -5,15 +5,19 @@ answers are lines of JSON; a file comes in chunks, each after a line with its nu
 """
 
 import contextlib
+import grp
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import platform
+import pwd
 import random
 import shutil
 import socket
+import stat
 import sys
 import tarfile
 import tempfile
@@ -65,15 +69,34 @@ def distribution_versions(names: list[str]) -> dict[str, str]:
     return found
 
 
+def _is_safe(folder: Path) -> bool:
+    """Return whether only root and this user can change a folder, what is in it, and what it is in."""
+    user = pwd.getpwuid(os.geteuid())
+    own_group = grp.getgrgid(user.pw_gid).gr_name == user.pw_name
+    groups = {0, user.pw_gid} if own_group else {0}
+    for path in {*folder.rglob("*"), folder, *folder.absolute().parents, *folder.resolve().parents}:
+        state = path.lstat()
+        if state.st_uid not in (0, user.pw_uid):
+            return False
+        if stat.S_ISLNK(state.st_mode) or state.st_mode & stat.S_ISVTX:
+            continue
+        if state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and state.st_gid not in groups):
+            return False
+    return True
+
+
 def _find_package(name: str, digest: str, places: list[str]) -> tuple[str, str]:
     """Return where this host has a package of this hash ("installed": where Python looks), and the hash of its own."""
     spec = importlib.util.find_spec(name)
     own = package_digest(Path(spec.origin).parent) if spec is not None and spec.origin else ""
     if own == digest:
         return "installed", own
-    for place in [*places, str(shipped_folder(digest))]:
-        if package_digest(Path(place) / name) == digest:
-            return place, own
+    for place in places:
+        with contextlib.suppress(OSError, KeyError):
+            if _is_safe(Path(place) / name) and package_digest(Path(place) / name) == digest:
+                return place, own
+    if package_digest(shipped_folder(digest) / name) == digest:
+        return str(shipped_folder(digest)), own
     return "", own
 
 

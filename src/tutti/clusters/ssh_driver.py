@@ -134,7 +134,8 @@ class HostLink:
         boot = b"sys.path.insert(0, %b); " % repr(place).encode() + _NODE if place else _NODE
         boot = b"import sys; " + boot
         task = {**self._task["request"], "secret": self._secret}
-        self._write(b"%d\n%b%b\n" % (len(boot), boot, json.dumps(task).encode()))
+        script = self._task["script"].encode()
+        self._write(b"%b%d\n%b%b\n" % (script, len(boot), boot, json.dumps(task).encode()))
         for read in (self._read, self._read_errors):
             threading.Thread(target=read, args=(self._process,), name=f"tutti {self.name}", daemon=True).start()
 

@@ -59,7 +59,7 @@ class SshSettings(BaseModel):
     fetch: Literal["all", "reports"] = "all"
     versions: Literal["same", "any"] = "same"
     rendezvous: Annotated[str, Field(pattern=r"^.+:\d+$")] | None = None
-    setup: tuple[str, ...] = ()
+    setup: tuple[Annotated[str, Field(pattern=r"^[^\x00]*$")], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +150,16 @@ def ssh_words(settings: SshSettings) -> list[str]:
     return words + (["-i", settings.identity] if settings.identity is not None else [])
 
 
-def ssh_command(settings: SshSettings, host: SshHost, script: str) -> list[str]:
-    """Return the command that runs a bash script on a host."""
+def ssh_command(settings: SshSettings, host: SshHost) -> list[str]:
+    """Return the command that runs a bash script on a host: what comes to its input, up to a zero byte.
+
+    The script stands on no command line, which others could read here and there. Any login shell takes this line.
+    """
     return [
         *ssh_words(settings),
         "--",
         host.address.replace("[", "").replace("]", ""),
-        f"bash -c {shlex.quote(script)}",
+        """bash -c 'IFS= read -r -d "" s && eval "unset s; $s"'""",
     ]
 
 
@@ -166,26 +169,60 @@ _BOOT = "import sys; sys.path[:] = filter(None, sys.path); s = sys.stdin.buffer;
 """What Python runs on a host: the code that comes first, which reads the rest. Its argument is the connection."""
 
 
-def bash_script(settings: SshSettings) -> str:
+_SAFE = r"""
+safe() {
+  local p=$1 m o g
+  while :; do
+    read -r m _ o g _ <<< "$(command ls -ldn -- "$p" 2>/dev/null)"
+    [[ $o == 0 || $o == "$EUID" ]] || return 1
+    case $m in
+      l*|?????????[tT]*) ;;
+      ????????w*) return 1;;
+      ?????w*) [[ $g == 0 || ( $g == "$(id -g)" && $(id -gn) == "$(id -un)" ) ]] || return 1;;
+    esac
+    [[ $p == / ]] && return
+    p=${p%/*}
+    p=${p:-/}
+  done
+}
+"""
+"""Whether only root and this user can change what is under a path: a stranger may have put an interpreter there."""
+
+
+def bash_script(settings: SshSettings) -> bytes:
     """Return what runs on a host: the setup lines, then Python, which runs the code that comes to its input.
 
-    Python is the one that is named, else one of this minor version: under the path that it has here, else on PATH.
+    Python is the one that is named, else one of this minor version: under the path that it has here, if nobody else
+    can change it there, else on PATH. The script ends with a zero byte.
     """
     wanted = f"sys.version_info[:2] != {sys.version_info[:2]}"
     minor = "python{}.{}".format(*sys.version_info)
-    names = [settings.python] if settings.python else [sys.executable, minor, "python3"]
+    names = f"{minor} python3"
+    if settings.python:
+        home = '"$HOME"/' if settings.python.startswith("~/") else ""
+        names = home + shlex.quote(settings.python.removeprefix("~/") if home else settings.python)
     if settings.versions == "any":
         wanted = "sys.version_info < (3, 11)"
-    lines = [f"{line} || {{ echo {NO_SETUP} {number}; exit 97; }}" for number, line in enumerate(settings.setup, 1)]
+    lines = []
+    for number, line in enumerate(settings.setup, 1):
+        failed = f"echo; echo {NO_SETUP} {number}; exit 97"
+        lines += [f"trap {shlex.quote(failed)} EXIT", f"eval {shlex.quote(line)} </dev/null || exit 97"]
     start = f'exec "$p" -u -c {shlex.quote(_BOOT)} "$SSH_CONNECTION"'
-    tested = f'"$p" -c "import sys; sys.exit({wanted})" 2>/dev/null && {start}'
+    tested = f'"$p" -c "import sys; sys.exit({wanted})" 2>/dev/null </dev/null && {start}'
+    lines += ["trap - EXIT", "set +eu", "seen=", f"set -- {names}"]
+    if not settings.python:
+        same = shlex.quote(sys.executable)
+        lines += [
+            _SAFE,
+            f'(PATH=/usr/bin:/bin:$PATH; safe {same} && safe "$(readlink -f {same})") && set -- {same} "$@"',
+        ]
     lines += [
-        f"for p in {shlex.join(names)}; do",
-        f'if command -v "$p" >/dev/null 2>&1; then {tested}; seen="$seen, $p is $("$p" -V 2>&1)"; fi',
+        'for p in "$@"; do',
+        f'if command -v "$p" >/dev/null 2>&1; then {tested}; seen="$seen, $p is $("$p" -V 2>&1 </dev/null)"; fi',
         "done",
         f'echo "{NO_PYTHON}$seen"; exit 96',
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).encode() + b"\0"
 
 
 _MEANINGS = (

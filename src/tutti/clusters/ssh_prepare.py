@@ -52,7 +52,7 @@ class Conversation:
 
     def __init__(self, settings: SshSettings, host: SshHost) -> None:
         self._settings, self.host = settings, host
-        command = ssh_command(settings, host, bash_script(settings))
+        command = ssh_command(settings, host)
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
@@ -63,7 +63,7 @@ class Conversation:
             ) from None
         self._data = bytearray()
         source = inspect.getsource(ssh_agent).encode()
-        self._write(b"%d\n%b" % (len(source), source))
+        self._write(b"%b%d\n%b" % (bash_script(settings), len(source), source))
 
     def ask(self, action: str, **request: Any) -> dict[str, Any]:
         """Return the answer to a request.
