@@ -19,7 +19,7 @@ from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
 from launch.launch_rig import TUTTI
 from tutti.clusters import ssh, ssh_agent
 from tutti.clusters.cluster_job import JobRequest, read_record
-from tutti.clusters.profile_file import with_requests
+from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
@@ -106,7 +106,6 @@ def test_all_hosts_say_what_they_lack_at_once(tmp_path: Path, hosts: SshHosts) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     config = config_of(hosts, tmp_path, "beta", f"Port {free}")
-    (tmp_path / "elsewhere.py").touch()
     lines = refused(
         tmp_path, hosts, config=config, setup=("PATH=/nowhere",), script=str(hosts.on("alpha") / "x" / "../y.py")
     )
@@ -383,3 +382,33 @@ def test_an_interpreter_and_a_package_that_others_can_change_are_passed_over(
     os.chown(place / "tutti/a.py", 12345, 12345)
     assert not chosen().startswith(str(place).encode())
     assert not ssh_agent._find_package("tutti", digest, [str(place)])[0]
+
+
+def test_long_lists_words_and_homes_of_nobody_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ",".join(f"a-host-with-a-name-{number}:1" for number in range(300))
+    assert len(read_hosts(SshSettings(hosts=listed[:3900].rpartition(",")[0]), tmp_path)) > 100
+    with pytest.raises(LaunchError, match=r"the file of hosts .*~nosuchuser/hosts cannot be read"):
+        read_hosts(SshSettings(hosts="~nosuchuser/hosts"), tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/config" in ssh_command(SshSettings(config="~/config"), SshHost(address="a"))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "rack").write_text("a:1\n")
+    (tmp_path / "tutti.toml").write_text('[ssh]\nhosts = "rack"\n')
+    assert read_profile(tmp_path / "deep").ssh["hosts"] == str(tmp_path / "rack")
+
+
+def test_paths_in_words_are_those_of_the_copy_however_they_are_written(tmp_path: Path) -> None:
+    here, link = tmp_path / "project", tmp_path / "link"
+    (here / "in").mkdir(parents=True)
+    link.symlink_to(here)
+    for name in ("project/plan", "beside"):
+        (tmp_path / name).touch()
+    words = (f"--root={here}", str(here), f"{link}/in", f"--x={here}/in/../plan", f"{here}/../beside", "in/../plan",
+             "../project/plan", "../beside", "--y=../beside", "in/../../beside", f"{here}-2", "a" * 5000)  # fmt: skip
+    request = JobRequest(name="", folder=tmp_path, directory=here, words=words)
+    assert [ssh._moved(word, here, "/there") for word in words[:6]] == [
+        "--root=/there", "/there", "/there/in", "--x=/there/plan", f"{here}/../beside", "in/../plan",
+    ]  # fmt: skip
+    assert ssh._moved(words[10], here, "/there") == f"{here}-2"
+    assert ssh._files(request) == ("plan", "plan", "plan")
+    assert ssh._outside(request) == ("../beside", "in/../../beside")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import secrets
 import shlex
 import subprocess
@@ -165,6 +166,7 @@ def _needs(request: JobRequest, settings: SshSettings, hosts: tuple[SshHost, ...
         folder=request.folder,
         script=request.script,
         files=_files(request),
+        outside=_outside(request),
         resume=request.resume,
         remote_name=remote_name,
         restarts=request.restarts > 0 and len(hosts) > 1,
@@ -177,10 +179,33 @@ def _files(request: JobRequest) -> tuple[str, ...]:
     found = []
     for word in request.words:
         for text in (word, word.partition("=")[2]):
-            path = request.directory / text
-            if text and text != request.script and path.is_file() and path.is_relative_to(request.directory):
-                found.append(str(path.relative_to(request.directory)))
+            name = _below(text, request.directory) if text and text != request.script else None
+            if name is not None and os.path.isfile(request.directory / name):
+                found.append(name)
     return tuple(found)
+
+
+def _outside(request: JobRequest) -> tuple[str, ...]:
+    """Return the relative paths that the command names and that lead out of this directory to something."""
+    texts = [text for word in request.words for text in (word, word.partition("=")[2])]
+    return tuple(
+        text
+        for text in dict.fromkeys(texts)
+        if os.path.normpath(text).startswith("../")
+        and _below(text, request.directory) is None
+        and os.path.exists(request.directory / text)
+    )
+
+
+def _below(text: str, here: Path) -> str | None:
+    """Return a path relative to a directory, whatever leads there; None if it is not below it."""
+    for path, top in (
+        (os.path.normpath(here / text), str(here)),
+        (os.path.realpath(here / text), os.path.realpath(here)),
+    ):
+        if path == top or path.startswith(f"{top}/"):
+            return os.path.relpath(path, top)
+    return None
 
 
 def _remote_name(folder: Path) -> str:
@@ -219,15 +244,16 @@ def _node_words(
         found += ["--nproc", ",".join(map(str, request.nproc))]
     if count > 1:
         found += ["--nnodes", str(count), "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
-    here, there = f"{request.directory}/", f"{place.directory}/"
-    if shared or here == there:
+    if shared or str(request.directory) == place.directory:
         return [*found, *request.words]
-    return [*found, *(word.replace(here, there, 1) if _names(word, here) else word for word in request.words)]
+    return [*found, *(_moved(word, request.directory, place.directory) for word in request.words)]
 
 
-def _names(word: str, here: str) -> bool:
-    """Return whether a word is a path below a directory, or an option with one."""
-    return word.startswith(here) or word.partition("=")[2].startswith(here)
+def _moved(word: str, here: Path, there: str) -> str:
+    """Return a word with the absolute path in it, or in an option, moved from one directory to another."""
+    option, equals, path = ("", "", word) if word.startswith("/") else word.partition("=")
+    name = _below(path, here) if path.startswith("/") else None
+    return word if name is None else f"{option}{equals}{os.path.normpath(f'{there}/{name}')}"
 
 
 def _sent_back(

@@ -148,7 +148,6 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
         "tutti": place,
         "own_tutti": own,
         "sees_run": Path(request["token_file"]).is_file(),
-        "absent": [path for path in request["needed"] if not Path(path).exists()],
         "rsync": shutil.which("rsync") is not None,
         "address": connection[2] if len(connection) == 4 else "",
         "outside": _outside_address(),
@@ -166,7 +165,8 @@ def _directory(request: dict[str, Any]) -> dict[str, Any]:
         _TOKENS.append(token)
     indices = sorted((directory / request["run"] / "checkpoints").glob("step-*/index.json"))
     checkpoints = [str(path.parent) for path in indices if "." not in path.parent.name]
-    return {"directory": str(directory), "problem": problem, "checkpoints": checkpoints}
+    absent = [path for path in request["needed"] if not (directory / path).exists()]
+    return {"directory": str(directory), "problem": problem, "checkpoints": checkpoints, "absent": absent}
 
 
 class _Chunks(io.RawIOBase):

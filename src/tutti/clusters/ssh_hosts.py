@@ -1,5 +1,6 @@
 """Hosts that are reached by ssh: their list, the settings, the ssh command, and what ssh's errors mean."""
 
+import os
 import re
 import shlex
 import sys
@@ -105,9 +106,9 @@ def read_hosts(settings: SshSettings, directory: Path) -> tuple[SshHost, ...]:
         LaunchError: there are none, one is written twice or cannot be read, or only some have a number of ranks.
     """
     stated = settings.hosts if isinstance(settings.hosts, tuple) else (settings.hosts,)
-    file = directory / Path(stated[0]).expanduser() if len(stated) == 1 else None
+    file = directory / os.path.expanduser(stated[0]) if len(stated) == 1 else None
     place = "--hosts"
-    if file is not None and ("/" in stated[0] or file.is_file()):
+    if file is not None and (os.path.isfile(file) or ("/" in stated[0] and "," not in stated[0])):
         place, texts = stated[0], _lines(file)
     else:
         texts = [text.strip() for part in stated for text in part.split(",")]
@@ -145,7 +146,8 @@ def ssh_words(settings: SshSettings) -> list[str]:
         words += shlex.split(option)
     words += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=5"]
     words += ["-o", "ServerAliveCountMax=3"]
-    for option, value in (("-F", settings.config), ("-p", settings.port), ("-l", settings.user)):
+    config = None if settings.config is None else os.path.expanduser(settings.config)
+    for option, value in (("-F", config), ("-p", settings.port), ("-l", settings.user)):
         words += [option, str(value)] if value is not None else []
     return words + (["-i", settings.identity] if settings.identity is not None else [])
 

@@ -177,6 +177,7 @@ class HostNeeds:
         folder: the run folder on this machine.
         script: the script's path as the command names it; empty for a module.
         files: other files of this directory that the command names, which are copied whatever is left out.
+        outside: relative paths that lead out of this directory.
         resume: a run folder or checkpoint on this machine, or the address of a store.
         remote_name: the run folder's name below "runs" of the directory on hosts that do not share this machine's.
         restarts: whether the run goes on after failures.
@@ -190,6 +191,7 @@ class HostNeeds:
     folder: Path
     script: str
     files: tuple[str, ...]
+    outside: tuple[str, ...]
     resume: Path | str | None
     remote_name: str
     restarts: bool
@@ -244,7 +246,6 @@ def _prepared(
         "digest": digest,
         "places": [str(_PACKAGE.parent)],
         "distributions": names,
-        "needed": [needs.script] if _outside(needs) else [],
     }
     count = len(conversations)
     known, problems = _all(pool, lambda number: conversations[number].ask("check", **request), range(count))
@@ -279,7 +280,10 @@ def _make(needs: HostNeeds, conversation: Conversation, token: str, *, shared: b
     directory = needs.directory if make else _shared_directory(needs)
     run = f"runs/{needs.remote_name}"
     private = make and needs.settings.directory is None
-    return conversation.ask("directory", directory=directory, make=make, private=private, token=token, run=run)
+    needed = [*([needs.script] if _outside(needs) else []), *(path for path in needs.outside if path != needs.script)]
+    return conversation.ask(
+        "directory", directory=directory, make=make, private=private, token=token, run=run, needed=needed
+    )
 
 
 def _sharing(
@@ -384,7 +388,7 @@ def _problems(
     if not shared and needs.settings.sync in (None, "rsync") and not answer["rsync"]:
         found.append("rsync is not installed there; install it, or copy what is committed with --request sync=git")
     found += [
-        f"there is no {path}, and only what is below {needs.here} is copied; name the script by a path in there"
+        f"there is no {path}, and only what is below {needs.here} is copied; name a path in there"
         for path in answer["absent"]
     ]
     return found
