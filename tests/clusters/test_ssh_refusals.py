@@ -1,5 +1,6 @@
 """What a run over ssh refuses, in words, with real sshd's; and what is brought to hosts that lack it."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
 from launch.launch_rig import TUTTI
-from tutti.clusters import ssh, ssh_agent
+from tutti.clusters import ssh, ssh_agent, ssh_driver
 from tutti.clusters.cluster_job import JobRequest, read_record
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
@@ -196,10 +197,13 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, hosts: SshHosts) ->
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_what_comes_back_stays_in_the_run_folder(tmp_path: Path) -> None:
+def test_what_comes_back_stays_in_the_run_folder(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    results = Results(run, several=False)
+    results = Results(run, several=False, names={"/there/runs/run-1a": str(run), "runs/run-1a": "run"})
+    results.say("alpha", b"--resume runs/ru")
+    results.say("alpha", b"n-1a or /there/runs/run-1a\n")
+    assert capfdbinary.readouterr().out == f"--resume run or {run}\n".encode()
     for name in ("../x", "/x", "a/../../x", ".lock", "", "checkpoints/step-1/part"):
         results.put(name, 0, b"1", last=True)
     results.publish("../../step-1")
@@ -265,7 +269,9 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
 
     def start(self: Ssh, request: JobRequest) -> str:
         task = {"name": "alpha", "command": ["bash", "-c", _HOST], "script": "", "request": {"python_path": ""}}
-        return ssh._start_driver({"folder": str(request.folder), "grace_s": 1, "restarts": False, "hosts": [task]})
+        return ssh._start_driver(
+            {"folder": str(request.folder), "grace_s": 1, "restarts": False, "hosts": [task], "places": [], "names": {}}
+        )
 
     monkeypatch.setattr(ssh, "read_state", interrupted)
     monkeypatch.setattr(Ssh, "submit", start)
@@ -285,7 +291,9 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
 
 
 @needs_sshd
-def test_what_git_ignores_is_not_copied_and_the_copy_is_private(tmp_path: Path, hosts: SshHosts) -> None:
+def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
+    tmp_path: Path, hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository, run = tmp_path / "repository", tmp_path / "run"
     project = repository / "my project"
     for made in (run, project / "data/kept", project / "inner", repository / "cache"):
@@ -330,6 +338,16 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(tmp_path: Path, 
     assert not (copy / ".env").exists()
     assert found == expected
     (project / "new.py").unlink()
+    monkeypatch.setattr(ssh_driver, "state_folder", lambda: tmp_path / "state")
+    process, name = psutil.Process(), ssh_driver.job_name(os.getpid())
+    state = {"machine": socket.gethostname(), "pid": process.pid, "since": process.create_time(), "state": "running",
+             "reason": "", "nodes": "", "exit_code": None, "places": [host.copy]}  # fmt: skip
+    (tmp_path / "state/ssh").mkdir(parents=True)
+    ssh_driver.state_file(name).write_text(json.dumps(state))
+    with pytest.raises(LaunchError, match=f"^alpha: ssh job {name} still runs the code in {copy}, which a copy would"):
+        prepare_hosts(needs, print)
+    assert (copy / "new.py").exists()
+    ssh_driver.state_file(name).write_text(json.dumps(state | {"exit_code": 0}))
     prepare_hosts(needs, print)
     assert not (copy / "new.py").exists(), "what is removed here is removed there"
 

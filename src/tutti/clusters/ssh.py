@@ -99,6 +99,8 @@ class Ssh:
             "grace_s": request.grace_s,
             "restarts": needs.restarts,
             "hosts": tasks,
+            "places": [] if shared else [place.copy for place in prepared],
+            "names": {} if shared else _names(request, prepared),
         }
         return _start_driver(job)
 
@@ -279,6 +281,14 @@ def _sent_back(
         "known": {path.relative_to(folder).as_posix(): path.stat().st_size for path in grown} if temporary else {},
         "had": sorted(RunFolder(folder).checkpoint_times()),
     }
+
+
+def _names(request: JobRequest, hosts: Sequence[PreparedHost]) -> dict[str, str]:
+    """Return what hosts call the run folder, the longest first, and what it is called here."""
+    folder = request.folder
+    here = str(folder.relative_to(request.directory) if folder.is_relative_to(request.directory) else folder)
+    names = {place.folder: str(folder) for place in hosts}
+    return names | {f"runs/{Path(place.folder).name}": here for place in hosts}
 
 
 def _start_driver(job: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tutti.clusters import ssh_agent
+from tutti.clusters.ssh_driver import job_in
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, explain_ssh, ssh_command, ssh_words
 from tutti.config.safe_text import plain_text
 from tutti.errors import LaunchError
@@ -165,6 +166,11 @@ class PreparedHost:
     outside: str
     port: int
 
+    @property
+    def copy(self) -> str:
+        """Where the code is, as HOST:DIRECTORY."""
+        return f"{self.host.address}:{self.directory}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
@@ -269,6 +275,14 @@ def _prepared(
         )
     _ship_tutti(needs, conversations, answers, digest, pool, say)
     if not shared:
+        for number, answer in answers.items():
+            if job := job_in(f"{needs.hosts[number].address}:{answer['directory']}"):
+                problems[number] = (
+                    f"{needs.hosts[number].name}: ssh job {job} still runs the code in {answer['directory']}, which a "
+                    "copy would change; wait for its end, `tutti cancel` it, or copy to another directory: --request "
+                    "directory=PATH"
+                )
+        _refuse(problems)
         _sync(needs, conversations, answers, sorted(set(firsts)), pool)
     resume = _resumed(needs, conversations[0], answers[0], say, shared=shared)
     return _hosts(needs, answers, firsts, resume, shared=shared), shared
