@@ -322,7 +322,7 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
     subprocess.run([*git, str(repository), "add", "-f", "my project/tracked.key", "my project/train.py"], check=True)
     subprocess.run([*git, str(repository), "commit", "-qm", "all"], check=True)
     request = JobRequest(
-        name="train", folder=run, directory=project, words=("train.py",), script="train.py",
+        name="train", folder=run, directory=project, words=("train.py", "note"), script="train.py",
         settings={"hosts": "alpha:1", "config": str(hosts.config)},
     )  # fmt: skip
     needs = ssh._needs(request, read_ssh_settings(request.settings), read_hosts(SshSettings(hosts="alpha:1"), run), "r")
@@ -333,7 +333,7 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
     copy = Path(host.directory)
     assert copy.stat().st_mode & 0o777 == copy.parent.stat().st_mode & 0o777 == 0o700
     found = {path.relative_to(copy).as_posix() for path in copy.rglob("[!.]*") if path.is_file()}
-    expected = {"train.py", "public.key", "tracked.key", "data/kept/a", "inner/code.py", "new.py"}
+    expected = {"train.py", "note", "public.key", "tracked.key", "data/kept/a", "inner/code.py", "new.py"}
     assert (copy / "inner/.gitignore").exists()
     assert not (copy / ".env").exists()
     assert found == expected

@@ -560,6 +560,7 @@ def _files_command(needs: HostNeeds, host: SshHost, directory: str) -> list[str]
         "-a",
         "-s",
         "-R",
+        *(["--chmod=Dgo="] if needs.settings.directory is None else []),
         "-e",
         shlex.join(ssh_words(needs.settings)),
         *files,
