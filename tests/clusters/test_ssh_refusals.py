@@ -1,24 +1,32 @@
 """What a run over ssh refuses, in words, with real sshd's; and what is brought to hosts that lack it."""
 
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
 from launch.launch_rig import TUTTI
-from tutti.clusters.cluster_job import JobRequest
-from tutti.clusters.profile_file import with_requests
+from tutti.clusters import ssh, ssh_agent, ssh_driver
+from tutti.clusters.cluster_job import JobRequest, read_record
+from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
-from tutti.clusters.ssh_hosts import SshSettings, read_hosts, read_ssh_settings
+from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
+from tutti.clusters.ssh_prepare import prepare_hosts
+from tutti.commands.run_options import RunOptions
+from tutti.commands.submit import states, submit
 from tutti.errors import LaunchError
 
 needs_sshd = pytest.mark.skipif(missing_for_ssh() is not None, reason=str(missing_for_ssh()))
@@ -99,7 +107,6 @@ def test_all_hosts_say_what_they_lack_at_once(tmp_path: Path, hosts: SshHosts) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     config = config_of(hosts, tmp_path, "beta", f"Port {free}")
-    (tmp_path / "elsewhere.py").touch()
     lines = refused(
         tmp_path, hosts, config=config, setup=("PATH=/nowhere",), script=str(hosts.on("alpha") / "x" / "../y.py")
     )
@@ -128,6 +135,8 @@ def test_pythons_and_directories_that_will_not_do_are_named(tmp_path: Path, host
         ({"python": str(bare / "bin/python")}, "lacks torch, numpy, pydantic"),
         ({"setup": (f"export PYTHONPATH='{other.parent}'",)}, "torch is 1.0 there and 2."),
         ({"setup": ("true", "module load nothing 2>/dev/null")}, "setup line 2 failed (module load nothing"),
+        ({"setup": ("echo 'a\" # b' & wait # c", "if", "export KEY=k")}, "setup line 2 failed (if); correct"),
+        ({"setup": ("set -eu; cat; read -r x || true", "exit 3")}, "setup line 2 failed (exit 3); correct"),
         ({"directory": str(tmp_path / "file/code")}, "cannot be used there (Not a directory); name another one"),
         ({"sync": "none", "directory": "/none"}, "the directory /none cannot be used there (missing); name "),
         ({"options": ("-o Nonsense=1",)}, "ssh does not take its settings ("),
@@ -188,10 +197,13 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, hosts: SshHosts) ->
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_what_comes_back_stays_in_the_run_folder(tmp_path: Path) -> None:
+def test_what_comes_back_stays_in_the_run_folder(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    results = Results(run, several=False)
+    results = Results(run, several=False, names={"/there/runs/run-1a": str(run), "runs/run-1a": "run"})
+    results.say("alpha", b"--resume runs/ru")
+    results.say("alpha", b"n-1a or /there/runs/run-1a\n")
+    assert capfdbinary.readouterr().out == f"--resume run or {run}\n".encode()
     for name in ("../x", "/x", "a/../../x", ".lock", "", "checkpoints/step-1/part"):
         results.put(name, 0, b"1", last=True)
     results.publish("../../step-1")
@@ -231,3 +243,190 @@ def test_settings_that_cannot_be_right(tmp_path: Path, settings: dict[str, Any],
     with pytest.raises(LaunchError) as caught:
         read_hosts(read_ssh_settings(settings), tmp_path)
     assert said in str(caught.value)
+
+
+_HOST = """
+while read -r line; do
+    case $line in *'"cancel"'*) echo 'tutti-frame {"kind": "end", "size": 0, "code": 130}';; esac
+done
+"""
+
+
+def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is a real one; in place of ssh, it starts a shell that only knows how to end."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    read_state, asked = ssh.read_state, []
+
+    def interrupted(name: str) -> Any:
+        asked.append(name)
+        if len(asked) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return read_state(name)
+
+    def start(self: Ssh, request: JobRequest) -> str:
+        task = {"name": "alpha", "command": ["bash", "-c", _HOST], "script": "", "request": {"python_path": ""}}
+        return ssh._start_driver(
+            {"folder": str(request.folder), "grace_s": 1, "restarts": False, "hosts": [task], "places": [], "names": {}}
+        )
+
+    monkeypatch.setattr(ssh, "read_state", interrupted)
+    monkeypatch.setattr(Ssh, "submit", start)
+    options = RunOptions(target=("train.py",), folder=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        submit(options, ["train.py"], on="ssh", hosts="alpha:1")
+    (state,) = states([tmp_path / "run"]).runs
+    assert (state.job, state.state) == (read_record(tmp_path / "run").job, "cancelled")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    asked.clear()
+    monkeypatch.setattr(ssh, "read_state", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # where Ctrl-C is not held back
+        start(Ssh(), JobRequest(name="", folder=tmp_path, directory=tmp_path, words=()))
+    assert asked
+    assert not psutil.pid_exists(int(asked[0].partition("-")[0]))
+
+
+@needs_sshd
+def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
+    tmp_path: Path, hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, run = tmp_path / "repository", tmp_path / "run"
+    project = repository / "my project"
+    for made in (run, project / "data/kept", project / "inner", repository / "cache"):
+        made.mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C"]
+    (repository / ".gitignore").write_text("*.key\n!public.key\nmy project/data/*\n!my project/data/kept\n")
+    (tmp_path / "excludes").write_text(".env\n")
+    (project / "inner/.gitignore").write_text("secret\n")
+    names = (
+        "train.py",
+        "a.key",
+        "public.key",
+        "tracked.key",
+        ".env",
+        "note",
+        "we[ir]*d.key",
+        "data/big",
+        "data/kept/a",
+    )
+    for name in (*names, "inner/secret", "inner/code.py", "new.py"):
+        (project / name).touch()
+    for folder in (repository, project / "inner"):
+        subprocess.run([*git, str(folder), "init", "-q"], check=True)
+    subprocess.run([*git, str(repository), "config", "core.excludesFile", str(tmp_path / "excludes")], check=True)
+    (repository / ".git/info/exclude").write_text("note\n")
+    subprocess.run([*git, str(repository), "add", "-f", "my project/tracked.key", "my project/train.py"], check=True)
+    subprocess.run([*git, str(repository), "commit", "-qm", "all"], check=True)
+    request = JobRequest(
+        name="train", folder=run, directory=project, words=("train.py", "note"), script="train.py",
+        settings={"hosts": "alpha:1", "config": str(hosts.config)},
+    )  # fmt: skip
+    needs = ssh._needs(request, read_ssh_settings(request.settings), read_hosts(SshSettings(hosts="alpha:1"), run), "r")
+    (host,), shared = prepare_hosts(needs, print)
+    if shared:  # as these hosts see this disk
+        needs = replace(needs, settings=needs.settings.model_copy(update={"sync": "rsync"}))
+        (host,), _ = prepare_hosts(needs, print)
+    copy = Path(host.directory)
+    assert copy.stat().st_mode & 0o777 == copy.parent.stat().st_mode & 0o777 == 0o700
+    found = {path.relative_to(copy).as_posix() for path in copy.rglob("[!.]*") if path.is_file()}
+    expected = {"train.py", "note", "public.key", "tracked.key", "data/kept/a", "inner/code.py", "new.py"}
+    assert (copy / "inner/.gitignore").exists()
+    assert not (copy / ".env").exists()
+    assert found == expected
+    (project / "new.py").unlink()
+    monkeypatch.setattr(ssh_driver, "state_folder", lambda: tmp_path / "state")
+    process, name = psutil.Process(), ssh_driver.job_name(os.getpid())
+    state = {"machine": socket.gethostname(), "pid": process.pid, "since": process.create_time(), "state": "running",
+             "reason": "", "nodes": "", "exit_code": None, "places": [host.copy]}  # fmt: skip
+    (tmp_path / "state/ssh").mkdir(parents=True)
+    ssh_driver.state_file(name).write_text(json.dumps(state))
+    with pytest.raises(LaunchError, match=f"^alpha: ssh job {name} still runs the code in {copy}, which a copy would"):
+        prepare_hosts(needs, print)
+    assert (copy / "new.py").exists()
+    ssh_driver.state_file(name).write_text(json.dumps(state | {"exit_code": 0}))
+    prepare_hosts(needs, print)
+    assert not (copy / "new.py").exists(), "what is removed here is removed there"
+
+
+@pytest.mark.parametrize("shell", ["bash", "tcsh"])
+def test_the_script_is_on_no_command_line_and_its_setup_lines_count(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    setup = ("export KEY='a \"b\" ! c' # a comment", "cd /tmp &\nwait")
+    settings = SshSettings(hosts="a", python="~/bin/python", setup=setup)
+    command = ssh_command(settings, read_hosts(settings, tmp_path)[0])[-1]
+    assert "KEY" not in command
+    code = b"import os; print(os.environ['KEY'], s.read())"
+    done = subprocess.run(
+        [shell, "-c", command], input=b"%b%d\n%brest" % (bash_script(settings), len(code), code),
+        capture_output=True, check=False, env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"a \"b\" ! c b'rest'\n", b"")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_an_interpreter_and_a_package_that_others_can_change_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, digest = tmp_path / "place", "0123"
+    (place / "tutti").mkdir(parents=True)
+    (place / "tutti/a.py").write_text("1")
+    digest = ssh_agent.package_digest(place / "tutti")
+    (place / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "python"))
+    code = b"print(sys.executable)"
+
+    def chosen() -> bytes:
+        script = bash_script(SshSettings(hosts="a"))
+        done = subprocess.run(
+            ["sh", "-c", ssh_command(SshSettings(), SshHost(address="a"))[-1]],
+            input=b"%b%d\n%b" % (script, len(code), code), capture_output=True, check=False,
+        )  # fmt: skip
+        return done.stdout
+
+    assert chosen() == f"{place}/python\n".encode()
+    assert ssh_agent._find_package("tutti", digest, [str(place)])[0] == str(place)
+    tmp_path.chmod(0o777)
+    assert not chosen().startswith(str(place).encode())
+    assert not ssh_agent._find_package("tutti", digest, [str(place)])[0]
+    tmp_path.chmod(0o755)
+    os.lchown(place / "python", 12345, 12345)
+    os.chown(place / "tutti/a.py", 12345, 12345)
+    assert not chosen().startswith(str(place).encode())
+    assert not ssh_agent._find_package("tutti", digest, [str(place)])[0]
+
+
+def test_long_lists_words_and_homes_of_nobody_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ",".join(f"a-host-with-a-name-{number}:1" for number in range(300))
+    assert len(read_hosts(SshSettings(hosts=listed[:3900].rpartition(",")[0]), tmp_path)) > 100
+    with pytest.raises(LaunchError, match=r"the file of hosts .*~nosuchuser/hosts cannot be read"):
+        read_hosts(SshSettings(hosts="~nosuchuser/hosts"), tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/config" in ssh_command(SshSettings(config="~/config"), SshHost(address="a"))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "rack").write_text("a:1\n")
+    (tmp_path / "tutti.toml").write_text('[ssh]\nhosts = "rack"\n')
+    assert read_profile(tmp_path / "deep").ssh["hosts"] == str(tmp_path / "rack")
+
+
+def test_paths_in_words_are_those_of_the_copy_however_they_are_written(tmp_path: Path) -> None:
+    here, link = tmp_path / "project", tmp_path / "link"
+    (here / "in").mkdir(parents=True)
+    link.symlink_to(here)
+    for name in ("project/plan", "beside"):
+        (tmp_path / name).touch()
+    words = (f"--root={here}", str(here), f"{link}/in", f"--x={here}/in/../plan", f"{here}/../beside", "in/../plan",
+             "../project/plan", "../beside", "--y=../beside", "in/../../beside", f"{here}-2", "a" * 5000)  # fmt: skip
+    request = JobRequest(name="", folder=tmp_path, directory=here, words=words)
+    assert [ssh._moved(word, here, "/there") for word in words[:6]] == [
+        "--root=/there", "/there", "/there/in", "--x=/there/plan", f"{here}/../beside", "in/../plan",
+    ]  # fmt: skip
+    assert ssh._moved(words[10], here, "/there") == f"{here}-2"
+    assert ssh._files(request) == ("plan", "plan", "plan")
+    assert ssh._outside(request) == ("../beside", "in/../../beside")

@@ -1,7 +1,10 @@
 """A run as a job of a cluster: what is asked for, what a scheduler answers, and the record in the run folder."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -170,6 +173,54 @@ class JobRecord:
     nproc: tuple[int, ...] | None
     submitted_utc: str
     log: str
+
+
+class HeldInterrupts:
+    """A handler of SIGINT that only notes it.
+
+    Attributes:
+        came: whether a SIGINT has come.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, *_: object) -> None:
+        self.came = True
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[HeldInterrupts]:
+    """Hold Ctrl-C back, so that it does not come between the start of a job and its record."""
+    held, before = HeldInterrupts(), signal.getsignal(signal.SIGINT)
+    if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
+        yield held
+        return
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interrupts_let_through() -> Iterator[None]:
+    """Let Ctrl-C through inside `interrupts_held`, while nothing is started.
+
+    Raises:
+        KeyboardInterrupt: one comes, or has come.
+    """
+    held = signal.getsignal(signal.SIGINT)
+    if not isinstance(held, HeldInterrupts) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if held.came:
+            raise KeyboardInterrupt
+        yield
+    finally:
+        signal.signal(signal.SIGINT, held)
 
 
 def write_record(folder: Path, record: JobRecord) -> None:

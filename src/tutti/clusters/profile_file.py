@@ -16,6 +16,7 @@ hosts = "node0:8,node1:8"
 image = "registry.example.org/team/train:1"
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,11 +78,15 @@ def read_profile(directory: Path) -> ClusterProfile:
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"{file} cannot be read ({error}); correct it") from None
     try:
-        return ClusterProfile.model_validate(document)
+        profile = ClusterProfile.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise LaunchError(f"{file}: {name}: {first['msg']}; correct it") from None
+    hosts = profile.ssh.get("hosts")
+    if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
+        profile.ssh["hosts"] = str(beside)
+    return profile
 
 
 def with_requests(settings: Mapping[str, Any], requests: Sequence[str]) -> dict[str, Any]:

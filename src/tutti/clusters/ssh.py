@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import secrets
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tutti.clusters.cluster_job import JobRequest, JobStatus
+from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
 from tutti.clusters.ssh_driver import CANCEL, driver_process, job_name, job_status, read_state
 from tutti.clusters.ssh_hosts import (
     SshHost,
@@ -24,7 +25,7 @@ from tutti.clusters.ssh_hosts import (
     ssh_command,
     ssh_words,
 )
-from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, prepare_hosts, rsync_command
+from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, git_ignored, prepare_hosts, rsync_command
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError
 
@@ -47,7 +48,7 @@ class Ssh:
         settings = read_ssh_settings(request.settings)
         hosts = _chosen(settings, request.directory, request.nodes)
         needs = _needs(request, settings, hosts, "RUN")
-        lines = []
+        in_git, lines = settings.sync in (None, "rsync") and git_ignored(request.directory) is not None, []
         for number, host in enumerate(hosts):
             shared = settings.sync == "none"
             directory = (settings.directory or str(request.directory)) if shared else needs.directory
@@ -62,7 +63,8 @@ class Ssh:
                 lines.append(f"git archive HEAD .   # to {directory}")
             elif settings.sync != "none":
                 seen = "" if settings.sync or settings.directory else "   # unless all hosts see the run folder"
-                lines.append(shlex.join(rsync_command(needs, host, directory.removeprefix("~/"))) + seen)
+                copy = rsync_command(needs, host, directory.removeprefix("~/"), in_git=in_git)
+                lines.append(shlex.join(copy) + ("   # which reads what git ignores" if in_git else "") + seen)
             home = "~/" if directory.startswith("~/") else ""
             lines.append(shlex.join([*ssh_words(settings), host.address]))
             lines += [f"cd {home}{shlex.quote(directory.removeprefix('~/'))}", *settings.setup]
@@ -75,7 +77,8 @@ class Ssh:
         hosts = _chosen(settings, request.directory, request.nodes)
         _refuse_busy(request.folder)
         needs = _needs(request, settings, hosts, _remote_name(request.folder))
-        prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
+        with interrupts_let_through():
+            prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
         where = _rendezvous(settings, prepared)
         if not shared:
             for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
@@ -86,7 +89,8 @@ class Ssh:
             tasks.append(
                 {
                     "name": place.host.name,
-                    "command": ssh_command(settings, place.host, bash_script(settings)),
+                    "command": ssh_command(settings, place.host),
+                    "script": bash_script(settings).decode(),
                     "request": {"arguments": words, **_sent_back(request, settings, prepared, number, shared=shared)},
                 }
             )
@@ -95,6 +99,8 @@ class Ssh:
             "grace_s": request.grace_s,
             "restarts": needs.restarts,
             "hosts": tasks,
+            "places": [] if shared else [place.copy for place in prepared],
+            "names": {} if shared else _names(request, prepared),
         }
         return _start_driver(job)
 
@@ -162,6 +168,7 @@ def _needs(request: JobRequest, settings: SshSettings, hosts: tuple[SshHost, ...
         folder=request.folder,
         script=request.script,
         files=_files(request),
+        outside=_outside(request),
         resume=request.resume,
         remote_name=remote_name,
         restarts=request.restarts > 0 and len(hosts) > 1,
@@ -174,10 +181,33 @@ def _files(request: JobRequest) -> tuple[str, ...]:
     found = []
     for word in request.words:
         for text in (word, word.partition("=")[2]):
-            path = request.directory / text
-            if text and text != request.script and path.is_file() and path.is_relative_to(request.directory):
-                found.append(str(path.relative_to(request.directory)))
+            name = _below(text, request.directory) if text and text != request.script else None
+            if name is not None and os.path.isfile(request.directory / name):
+                found.append(name)
     return tuple(found)
+
+
+def _outside(request: JobRequest) -> tuple[str, ...]:
+    """Return the relative paths that the command names and that lead out of this directory to something."""
+    texts = [text for word in request.words for text in (word, word.partition("=")[2])]
+    return tuple(
+        text
+        for text in dict.fromkeys(texts)
+        if os.path.normpath(text).startswith("../")
+        and _below(text, request.directory) is None
+        and os.path.exists(request.directory / text)
+    )
+
+
+def _below(text: str, here: Path) -> str | None:
+    """Return a path relative to a directory, whatever leads there; None if it is not below it."""
+    for path, top in (
+        (os.path.normpath(here / text), str(here)),
+        (os.path.realpath(here / text), os.path.realpath(here)),
+    ):
+        if path == top or path.startswith(f"{top}/"):
+            return os.path.relpath(path, top)
+    return None
 
 
 def _remote_name(folder: Path) -> str:
@@ -216,15 +246,16 @@ def _node_words(
         found += ["--nproc", ",".join(map(str, request.nproc))]
     if count > 1:
         found += ["--nnodes", str(count), "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
-    here, there = f"{request.directory}/", f"{place.directory}/"
-    if shared or here == there:
+    if shared or str(request.directory) == place.directory:
         return [*found, *request.words]
-    return [*found, *(word.replace(here, there, 1) if _names(word, here) else word for word in request.words)]
+    return [*found, *(_moved(word, request.directory, place.directory) for word in request.words)]
 
 
-def _names(word: str, here: str) -> bool:
-    """Return whether a word is a path below a directory, or an option with one."""
-    return word.startswith(here) or word.partition("=")[2].startswith(here)
+def _moved(word: str, here: Path, there: str) -> str:
+    """Return a word with the absolute path in it, or in an option, moved from one directory to another."""
+    option, equals, path = ("", "", word) if word.startswith("/") else word.partition("=")
+    name = _below(path, here) if path.startswith("/") else None
+    return word if name is None else f"{option}{equals}{os.path.normpath(f'{there}/{name}')}"
 
 
 def _sent_back(
@@ -252,6 +283,14 @@ def _sent_back(
     }
 
 
+def _names(request: JobRequest, hosts: Sequence[PreparedHost]) -> dict[str, str]:
+    """Return what hosts call the run folder, the longest first, and what it is called here."""
+    folder = request.folder
+    here = str(folder.relative_to(request.directory) if folder.is_relative_to(request.directory) else folder)
+    names = {place.folder: str(folder) for place in hosts}
+    return names | {f"runs/{Path(place.folder).name}": here for place in hosts}
+
+
 def _start_driver(job: dict[str, Any]) -> str:
     """Start the driver in a session of its own, which no terminal ends, and return the job's name.
 
@@ -263,14 +302,18 @@ def _start_driver(job: dict[str, Any]) -> str:
             [sys.executable, "-m", "tutti.clusters.ssh_driver"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    name = job_name(process.pid)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
-        stream.write(json.dumps(job).encode() + b"\n")
-    deadline = time.monotonic() + _START_S
-    while read_state(name) is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
-        time.sleep(0.05)
+    try:
+        name = job_name(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+            stream.write(json.dumps(job).encode() + b"\n")
+        deadline = time.monotonic() + _START_S
+        while read_state(name) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
+            time.sleep(0.05)
+    except BaseException:  # nobody would know its name; the hosts end by themselves
+        process.kill()
+        process.wait()
+        raise
     return name

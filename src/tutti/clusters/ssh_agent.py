@@ -5,15 +5,19 @@ answers are lines of JSON; a file comes in chunks, each after a line with its nu
 """
 
 import contextlib
+import grp
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import platform
+import pwd
 import random
 import shutil
 import socket
+import stat
 import sys
 import tarfile
 import tempfile
@@ -65,22 +69,45 @@ def distribution_versions(names: list[str]) -> dict[str, str]:
     return found
 
 
+def _is_safe(folder: Path) -> bool:
+    """Return whether only root and this user can change a folder, what is in it, and what it is in."""
+    user = pwd.getpwuid(os.geteuid())
+    own_group = grp.getgrgid(user.pw_gid).gr_name == user.pw_name
+    groups = {0, user.pw_gid} if own_group else {0}
+    for path in {*folder.rglob("*"), folder, *folder.absolute().parents, *folder.resolve().parents}:
+        state = path.lstat()
+        if state.st_uid not in (0, user.pw_uid):
+            return False
+        if stat.S_ISLNK(state.st_mode) or state.st_mode & stat.S_ISVTX:
+            continue
+        if state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and state.st_gid not in groups):
+            return False
+    return True
+
+
 def _find_package(name: str, digest: str, places: list[str]) -> tuple[str, str]:
     """Return where this host has a package of this hash ("installed": where Python looks), and the hash of its own."""
     spec = importlib.util.find_spec(name)
     own = package_digest(Path(spec.origin).parent) if spec is not None and spec.origin else ""
     if own == digest:
         return "installed", own
-    for place in [*places, str(shipped_folder(digest))]:
-        if package_digest(Path(place) / name) == digest:
-            return place, own
+    for place in places:
+        with contextlib.suppress(OSError, KeyError):
+            if _is_safe(Path(place) / name) and package_digest(Path(place) / name) == digest:
+                return place, own
+    if package_digest(shipped_folder(digest) / name) == digest:
+        return str(shipped_folder(digest)), own
     return "", own
 
 
-def _problem(directory: Path, *, make: bool) -> str:
-    """Say why a directory cannot be used; an empty text if it can."""
+def _problem(directory: Path, *, make: bool, private: bool) -> str:
+    """Say why a directory cannot be used; an empty text if it can. A private one is for this user's eyes only."""
     try:
-        if make:
+        if private:
+            directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.chmod(0o700)  # an older tutti may have made it
+        elif make:
             directory.mkdir(parents=True, exist_ok=True)
         if not directory.is_dir():
             return "missing"
@@ -121,7 +148,6 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
         "tutti": place,
         "own_tutti": own,
         "sees_run": Path(request["token_file"]).is_file(),
-        "absent": [path for path in request["needed"] if not Path(path).exists()],
         "rsync": shutil.which("rsync") is not None,
         "address": connection[2] if len(connection) == 4 else "",
         "outside": _outside_address(),
@@ -132,14 +158,15 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 def _directory(request: dict[str, Any]) -> dict[str, Any]:
     """Make the directory of the code, or look for it, and tell the checkpoints of the run that is resumed there."""
     directory = Path(request["directory"]).expanduser()
-    problem = _problem(directory, make=request["make"])
+    problem = _problem(directory, make=request["make"], private=request["private"])
     if request["make"] and not problem:
         token = directory / f".tutti-{request['token']}"  # by which other hosts see that they share the directory
         token.touch()
         _TOKENS.append(token)
     indices = sorted((directory / request["run"] / "checkpoints").glob("step-*/index.json"))
     checkpoints = [str(path.parent) for path in indices if "." not in path.parent.name]
-    return {"directory": str(directory), "problem": problem, "checkpoints": checkpoints}
+    absent = [path for path in request["needed"] if not (directory / path).exists()]
+    return {"directory": str(directory), "problem": problem, "checkpoints": checkpoints, "absent": absent}
 
 
 class _Chunks(io.RawIOBase):

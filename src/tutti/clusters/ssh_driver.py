@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -54,6 +55,7 @@ class JobState:
     Attributes:
         machine: where the driver runs.
         pid, since: its process, and the Unix time at which that was started.
+        places: where hosts have a copy of the code for it, as HOST:DIRECTORY.
     """
 
     machine: str
@@ -63,6 +65,7 @@ class JobState:
     reason: str
     nodes: str
     exit_code: int | None
+    places: Sequence[str] = ()
 
 
 def job_name(pid: int) -> str:
@@ -92,6 +95,21 @@ def driver_process(state: JobState) -> psutil.Process | None:
     except psutil.Error:
         pass
     return None
+
+
+def job_in(place: str) -> str:
+    """Return the name of a job of this machine that runs in a copy of the code; empty if there is none.
+
+    Args:
+        place: HOST:DIRECTORY of the copy.
+    """
+    for file in state_file("").parent.glob("*.json"):
+        state = read_state(file.stem)
+        if state is None or place not in state.places or state.exit_code is not None:
+            continue
+        if state.machine == socket.gethostname() and driver_process(state) is not None:
+            return file.stem
+    return ""
 
 
 def job_status(job: str) -> JobStatus:
@@ -134,7 +152,8 @@ class HostLink:
         boot = b"sys.path.insert(0, %b); " % repr(place).encode() + _NODE if place else _NODE
         boot = b"import sys; " + boot
         task = {**self._task["request"], "secret": self._secret}
-        self._write(b"%d\n%b%b\n" % (len(boot), boot, json.dumps(task).encode()))
+        script = self._task["script"].encode()
+        self._write(b"%b%d\n%b%b\n" % (script, len(boot), boot, json.dumps(task).encode()))
         for read in (self._read, self._read_errors):
             threading.Thread(target=read, args=(self._process,), name=f"tutti {self.name}", daemon=True).start()
 
@@ -213,9 +232,11 @@ class Results:
     Args:
         folder: the run folder on this machine.
         several: whether there are several hosts, so that each line of the log names its own.
+        names: what hosts call the run folder, and what it is called here.
     """
 
-    def __init__(self, folder: Path, *, several: bool) -> None:
+    def __init__(self, folder: Path, *, several: bool, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
         self._folder, self._several = folder, several
         self._lock, self._lines = threading.Lock(), dict[str, bytes]()
         self._failed = False
@@ -225,7 +246,12 @@ class Results:
         with self._lock:
             *lines, self._lines[name] = (self._lines.get(name, b"") + data).split(b"\n")
             prefix = f"{name}: ".encode() if self._several else b""
-            self._print(b"".join(prefix + line + b"\n" for line in lines))
+            self._print(b"".join(prefix + self._translated(line) + b"\n" for line in lines))
+
+    def _translated(self, line: bytes) -> bytes:
+        for there, here in self._names.items():
+            line = line.replace(there.encode(), here.encode())
+        return line
 
     def note(self, words: str) -> None:
         """Write a sentence of the driver's own into the log."""
@@ -282,7 +308,7 @@ class Driver:
     def __init__(self, job: dict[str, Any]) -> None:
         self._job, self._name = job, job_name(os.getpid())
         self._nodes = ",".join(task["name"] for task in job["hosts"])
-        self._results = Results(Path(job["folder"]), several=len(job["hosts"]) > 1)
+        self._results = Results(Path(job["folder"]), several=len(job["hosts"]) > 1, names=job["names"])
         self._stopped = self._cancelled = False
         self._reason, self._deadline = "", float("inf")
         self._write("running", None)
@@ -371,7 +397,7 @@ class Driver:
         process = psutil.Process()
         known = JobState(
             machine=socket.gethostname(), pid=process.pid, since=process.create_time(), state=state, reason=reason,
-            nodes=self._nodes, exit_code=code,
+            nodes=self._nodes, exit_code=code, places=self._job["places"],
         )  # fmt: skip
         file = state_file(self._name)
         file.parent.mkdir(parents=True, exist_ok=True)

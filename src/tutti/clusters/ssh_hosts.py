@@ -1,5 +1,6 @@
 """Hosts that are reached by ssh: their list, the settings, the ssh command, and what ssh's errors mean."""
 
+import os
 import re
 import shlex
 import sys
@@ -59,7 +60,7 @@ class SshSettings(BaseModel):
     fetch: Literal["all", "reports"] = "all"
     versions: Literal["same", "any"] = "same"
     rendezvous: Annotated[str, Field(pattern=r"^.+:\d+$")] | None = None
-    setup: tuple[str, ...] = ()
+    setup: tuple[Annotated[str, Field(pattern=r"^[^\x00]*$")], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +106,9 @@ def read_hosts(settings: SshSettings, directory: Path) -> tuple[SshHost, ...]:
         LaunchError: there are none, one is written twice or cannot be read, or only some have a number of ranks.
     """
     stated = settings.hosts if isinstance(settings.hosts, tuple) else (settings.hosts,)
-    file = directory / Path(stated[0]).expanduser() if len(stated) == 1 else None
+    file = directory / os.path.expanduser(stated[0]) if len(stated) == 1 else None
     place = "--hosts"
-    if file is not None and ("/" in stated[0] or file.is_file()):
+    if file is not None and (os.path.isfile(file) or ("/" in stated[0] and "," not in stated[0])):
         place, texts = stated[0], _lines(file)
     else:
         texts = [text.strip() for part in stated for text in part.split(",")]
@@ -145,18 +146,22 @@ def ssh_words(settings: SshSettings) -> list[str]:
         words += shlex.split(option)
     words += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=5"]
     words += ["-o", "ServerAliveCountMax=3"]
-    for option, value in (("-F", settings.config), ("-p", settings.port), ("-l", settings.user)):
+    config = None if settings.config is None else os.path.expanduser(settings.config)
+    for option, value in (("-F", config), ("-p", settings.port), ("-l", settings.user)):
         words += [option, str(value)] if value is not None else []
     return words + (["-i", settings.identity] if settings.identity is not None else [])
 
 
-def ssh_command(settings: SshSettings, host: SshHost, script: str) -> list[str]:
-    """Return the command that runs a bash script on a host."""
+def ssh_command(settings: SshSettings, host: SshHost) -> list[str]:
+    """Return the command that runs a bash script on a host: what comes to its input, up to a zero byte.
+
+    The script stands on no command line, which others could read here and there. Any login shell takes this line.
+    """
     return [
         *ssh_words(settings),
         "--",
         host.address.replace("[", "").replace("]", ""),
-        f"bash -c {shlex.quote(script)}",
+        """bash -c 'IFS= read -r -d "" s && eval "unset s; $s"'""",
     ]
 
 
@@ -166,26 +171,60 @@ _BOOT = "import sys; sys.path[:] = filter(None, sys.path); s = sys.stdin.buffer;
 """What Python runs on a host: the code that comes first, which reads the rest. Its argument is the connection."""
 
 
-def bash_script(settings: SshSettings) -> str:
+_SAFE = r"""
+safe() {
+  local p=$1 m o g
+  while :; do
+    read -r m _ o g _ <<< "$(command ls -ldn -- "$p" 2>/dev/null)"
+    [[ $o == 0 || $o == "$EUID" ]] || return 1
+    case $m in
+      l*|?????????[tT]*) ;;
+      ????????w*) return 1;;
+      ?????w*) [[ $g == 0 || ( $g == "$(id -g)" && $(id -gn) == "$(id -un)" ) ]] || return 1;;
+    esac
+    [[ $p == / ]] && return
+    p=${p%/*}
+    p=${p:-/}
+  done
+}
+"""
+"""Whether only root and this user can change what is under a path: a stranger may have put an interpreter there."""
+
+
+def bash_script(settings: SshSettings) -> bytes:
     """Return what runs on a host: the setup lines, then Python, which runs the code that comes to its input.
 
-    Python is the one that is named, else one of this minor version: under the path that it has here, else on PATH.
+    Python is the one that is named, else one of this minor version: under the path that it has here, if nobody else
+    can change it there, else on PATH. The script ends with a zero byte.
     """
     wanted = f"sys.version_info[:2] != {sys.version_info[:2]}"
     minor = "python{}.{}".format(*sys.version_info)
-    names = [settings.python] if settings.python else [sys.executable, minor, "python3"]
+    names = f"{minor} python3"
+    if settings.python:
+        home = '"$HOME"/' if settings.python.startswith("~/") else ""
+        names = home + shlex.quote(settings.python.removeprefix("~/") if home else settings.python)
     if settings.versions == "any":
         wanted = "sys.version_info < (3, 11)"
-    lines = [f"{line} || {{ echo {NO_SETUP} {number}; exit 97; }}" for number, line in enumerate(settings.setup, 1)]
+    lines = []
+    for number, line in enumerate(settings.setup, 1):
+        failed = f"echo; echo {NO_SETUP} {number}; exit 97"
+        lines += [f"trap {shlex.quote(failed)} EXIT", f"eval {shlex.quote(line)} </dev/null || exit 97"]
     start = f'exec "$p" -u -c {shlex.quote(_BOOT)} "$SSH_CONNECTION"'
-    tested = f'"$p" -c "import sys; sys.exit({wanted})" 2>/dev/null && {start}'
+    tested = f'"$p" -c "import sys; sys.exit({wanted})" 2>/dev/null </dev/null && {start}'
+    lines += ["trap - EXIT", "set +eu", "seen=", f"set -- {names}"]
+    if not settings.python:
+        same = shlex.quote(sys.executable)
+        lines += [
+            _SAFE,
+            f'(PATH=/usr/bin:/bin:$PATH; safe {same} && safe "$(readlink -f {same})") && set -- {same} "$@"',
+        ]
     lines += [
-        f"for p in {shlex.join(names)}; do",
-        f'if command -v "$p" >/dev/null 2>&1; then {tested}; seen="$seen, $p is $("$p" -V 2>&1)"; fi',
+        'for p in "$@"; do',
+        f'if command -v "$p" >/dev/null 2>&1; then {tested}; seen="$seen, $p is $("$p" -V 2>&1 </dev/null)"; fi',
         "done",
         f'echo "{NO_PYTHON}$seen"; exit 96',
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).encode() + b"\0"
 
 
 _MEANINGS = (

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from tutti.clusters import ssh_agent
+from tutti.clusters.ssh_driver import job_in
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, explain_ssh, ssh_command, ssh_words
 from tutti.config.safe_text import plain_text
 from tutti.errors import LaunchError
+from tutti.launch.launch_environment import variables
 
 ANSWER_S = 60.0
 """Seconds that a host has for an answer."""
@@ -51,7 +53,7 @@ class Conversation:
 
     def __init__(self, settings: SshSettings, host: SshHost) -> None:
         self._settings, self.host = settings, host
-        command = ssh_command(settings, host, bash_script(settings))
+        command = ssh_command(settings, host)
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
@@ -62,7 +64,7 @@ class Conversation:
             ) from None
         self._data = bytearray()
         source = inspect.getsource(ssh_agent).encode()
-        self._write(b"%d\n%b" % (len(source), source))
+        self._write(b"%b%d\n%b" % (bash_script(settings), len(source), source))
 
     def ask(self, action: str, **request: Any) -> dict[str, Any]:
         """Return the answer to a request.
@@ -164,6 +166,11 @@ class PreparedHost:
     outside: str
     port: int
 
+    @property
+    def copy(self) -> str:
+        """Where the code is, as HOST:DIRECTORY."""
+        return f"{self.host.address}:{self.directory}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
@@ -176,6 +183,7 @@ class HostNeeds:
         folder: the run folder on this machine.
         script: the script's path as the command names it; empty for a module.
         files: other files of this directory that the command names, which are copied whatever is left out.
+        outside: relative paths that lead out of this directory.
         resume: a run folder or checkpoint on this machine, or the address of a store.
         remote_name: the run folder's name below "runs" of the directory on hosts that do not share this machine's.
         restarts: whether the run goes on after failures.
@@ -189,6 +197,7 @@ class HostNeeds:
     folder: Path
     script: str
     files: tuple[str, ...]
+    outside: tuple[str, ...]
     resume: Path | str | None
     remote_name: str
     restarts: bool
@@ -243,7 +252,6 @@ def _prepared(
         "digest": digest,
         "places": [str(_PACKAGE.parent)],
         "distributions": names,
-        "needed": [needs.script] if _outside(needs) else [],
     }
     count = len(conversations)
     known, problems = _all(pool, lambda number: conversations[number].ask("check", **request), range(count))
@@ -267,6 +275,14 @@ def _prepared(
         )
     _ship_tutti(needs, conversations, answers, digest, pool, say)
     if not shared:
+        for number, answer in answers.items():
+            if job := job_in(f"{needs.hosts[number].address}:{answer['directory']}"):
+                problems[number] = (
+                    f"{needs.hosts[number].name}: ssh job {job} still runs the code in {answer['directory']}, which a "
+                    "copy would change; wait for its end, `tutti cancel` it, or copy to another directory: --request "
+                    "directory=PATH"
+                )
+        _refuse(problems)
         _sync(needs, conversations, answers, sorted(set(firsts)), pool)
     resume = _resumed(needs, conversations[0], answers[0], say, shared=shared)
     return _hosts(needs, answers, firsts, resume, shared=shared), shared
@@ -277,7 +293,11 @@ def _make(needs: HostNeeds, conversation: Conversation, token: str, *, shared: b
     make = not shared and needs.settings.sync != "none"
     directory = needs.directory if make else _shared_directory(needs)
     run = f"runs/{needs.remote_name}"
-    return conversation.ask("directory", directory=directory, make=make, token=token, run=run)
+    private = make and needs.settings.directory is None
+    needed = [*([needs.script] if _outside(needs) else []), *(path for path in needs.outside if path != needs.script)]
+    return conversation.ask(
+        "directory", directory=directory, make=make, private=private, token=token, run=run, needed=needed
+    )
 
 
 def _sharing(
@@ -382,7 +402,7 @@ def _problems(
     if not shared and needs.settings.sync in (None, "rsync") and not answer["rsync"]:
         found.append("rsync is not installed there; install it, or copy what is committed with --request sync=git")
     found += [
-        f"there is no {path}, and only what is below {needs.here} is copied; name the script by a path in there"
+        f"there is no {path}, and only what is below {needs.here} is copied; name a path in there"
         for path in answer["absent"]
     ]
     return found
@@ -455,19 +475,80 @@ def _sync(
             "rsync is not installed here; install it (Debian, Ubuntu: apt install rsync), or copy what is committed "
             "with --request sync=git"
         )
-    _refuse(_all(pool, lambda number: _rsync(needs, conversations[number], answers[number]["directory"]), chosen)[1])
+    ignored = git_ignored(needs.here)
+
+    def copy(number: int) -> dict[str, Any]:
+        return _rsync(needs, conversations[number], answers[number]["directory"], ignored)
+
+    _refuse(_all(pool, copy, chosen)[1])
 
 
-def rsync_command(needs: HostNeeds, host: SshHost, directory: str) -> list[str]:
+def git_ignored(here: Path) -> bytes | None:
+    """Return what git ignores below a directory, as patterns of rsync that end with a zero byte each.
+
+    Returns:
+        None outside of repositories, and for a directory that its repository ignores as a whole.
+
+    Raises:
+        LaunchError: git cannot say what it ignores.
+    """
+    command = ["git", "--no-optional-locks", "-C", str(here), "rev-parse", "--show-prefix"]
+    environment = variables() | {"LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    except FileNotFoundError:
+        if not any((folder / ".git").exists() for folder in (here, *here.parents)):
+            return None
+        raise LaunchError(
+            f"{here} is in a git repository, and git is not installed here, so what it ignores is not known; install "
+            "git, or keep the code on a disk that the hosts see: --request sync=none"
+        ) from None
+    if done.returncode and b"not a git repository" in done.stderr:
+        return None
+    prefix, patterns, nested = done.stdout.removesuffix(b"\n"), [], []
+    words = ["status", "--porcelain", "-z", "--no-renames", "--ignored=matching", "--untracked-files=all", "--", "."]
+    if not done.returncode:
+        done = subprocess.run([*command[:4], *words], capture_output=True, check=False, env=environment)
+    if not done.returncode:
+        entries = done.stdout.split(b"\0")
+        modules = subprocess.run(
+            [*command[:4], "ls-files", "--stage", "-z"], capture_output=True, check=False, env=environment
+        )
+        nested = [line.partition(b"\t")[2] for line in modules.stdout.split(b"\0") if line.startswith(b"160000 ")]
+        nested += [entry[3 + len(prefix) :] for entry in entries if entry.startswith(b"?? ") and entry.endswith(b"/")]
+        patterns = [entry[3:] for entry in entries if entry.startswith(b"!! ")]
+    if done.returncode:
+        said = " ".join(plain_text(done.stderr.decode("utf-8", "replace")).split())[:200]
+        raise LaunchError(
+            f"git does not say what it ignores in {here} ({said}); correct that, or use another --request sync"
+        )
+    if any(prefix.startswith(path) for path in patterns):
+        return None
+    lines = [_rsync_pattern(path[len(prefix) :]) for path in patterns]
+    for name in filter(None, nested):
+        below = here / os.fsdecode(name)
+        if (below / ".git").exists() and (inner := git_ignored(below)):
+            base = _rsync_pattern(name.rstrip(b"/"))
+            lines += [base + line for line in inner.split(b"\0") if line]
+    return b"".join(line + b"\0" for line in lines)
+
+
+def _rsync_pattern(path: bytes) -> bytes:
+    """Return the pattern of rsync for one path, in which a backslash counts only beside a wildcard."""
+    return b"/" + (re.sub(rb"([\\*?\[\]])", rb"\\\1", path) if re.search(rb"[*?\[]", path) else path)
+
+
+def rsync_command(needs: HostNeeds, host: SshHost, directory: str, *, in_git: bool) -> list[str]:
     """Return the command that copies this directory to a host.
 
-    Files that were removed here are removed there only in a directory that tutti has made by itself.
+    Files that were removed here are removed there only in a directory that tutti has made by itself. What git ignores
+    comes to the input of the command, if this directory is in a repository.
     """
     own = [f"/{needs.folder.relative_to(needs.here)}"] if needs.folder.is_relative_to(needs.here) else []
     excluded = [f"--exclude={pattern}" for pattern in (*_EXCLUDED, *own, *needs.settings.exclude)]
-    managed = ["--delete"] if needs.settings.directory is None else []
+    managed = ["--delete", "--chmod=Dgo="] if needs.settings.directory is None else []
     ssh = shlex.join(ssh_words(needs.settings))
-    filters = [*excluded, "--filter=:- .gitignore"]
+    filters = [*excluded, *(["--from0", "--exclude-from=-"] if in_git else ["--filter=:- .gitignore"])]
     return ["rsync", "-a", "-s", *managed, *filters, "-e", ssh, "./", f"{host.address}:{directory}/"]
 
 
@@ -479,6 +560,7 @@ def _files_command(needs: HostNeeds, host: SshHost, directory: str) -> list[str]
         "-a",
         "-s",
         "-R",
+        *(["--chmod=Dgo="] if needs.settings.directory is None else []),
         "-e",
         shlex.join(ssh_words(needs.settings)),
         *files,
@@ -486,25 +568,25 @@ def _files_command(needs: HostNeeds, host: SshHost, directory: str) -> list[str]
     ]
 
 
-def _rsync(needs: HostNeeds, conversation: Conversation, directory: str) -> dict[str, Any]:
-    host, commands = conversation.host, [rsync_command(needs, conversation.host, directory)]
+def _rsync(needs: HostNeeds, conversation: Conversation, directory: str, ignored: bytes | None) -> dict[str, Any]:
+    host = conversation.host
+    commands = [rsync_command(needs, host, directory, in_git=ignored is not None)]
     commands += [_files_command(needs, host, directory)] if needs.files else []
     for command in commands:
-        done = subprocess.run(
-            command, cwd=needs.here, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, cwd=needs.here, capture_output=True, check=False, input=ignored or b"")
         if done.returncode:
             break
     else:
         return {}
-    lines = [line for line in plain_text(done.stderr).splitlines() if line.strip()]
-    full = re.search(r"No space left on device|Disk quota exceeded", done.stderr)
+    said = done.stderr.decode("utf-8", "replace")
+    lines = [line for line in plain_text(said).splitlines() if line.strip()]
+    full = re.search(r"No space left on device|Disk quota exceeded", said)
     words = full[0] if full else (lines[0] if lines else f"rsync ended with exit code {done.returncode}")[:200]
     if not lines and conversation.ask("space", directory=directory)["free"] < _LITTLE_NBYTES:  # rsync may say nothing
         words = os.strerror(errno.ENOSPC)
     if full or not lines:
         return _checked(host, {"problem": words, "directory": directory}, "the code")
-    if "is your shell clean" in done.stderr:
+    if "is your shell clean" in said:
         raise LaunchError(
             f"{host.name}: its shell prints something when it starts, which rsync does not bear; let ~/.bashrc do "
             "so in interactive shells only there, or copy what is committed with --request sync=git"

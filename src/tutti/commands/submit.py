@@ -17,6 +17,7 @@ from tutti.clusters.cluster_job import (
     JobRequest,
     JobStatus,
     Scheduler,
+    interrupts_held,
     read_record,
     write_record,
 )
@@ -146,19 +147,37 @@ def submit(
         return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
     with contextlib.suppress(FileNotFoundError):
         (folder / STAY_STOPPED).unlink()
-    job = scheduler.submit(request)
-    record = JobRecord(
-        scheduler=on,
-        job=job,
-        name=options.name,
-        nodes=options.nnodes,
-        nproc=nproc,
-        submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        log=scheduler.log(request, job),
-    )
-    write_record(folder, record)
-    _remember(folder)
+    job = _started(scheduler, request, on)
     return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def _started(scheduler: Scheduler, request: JobRequest, on: str) -> str:
+    """Submit a job, write its record, and return its number.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile; the job is cancelled.
+    """
+    with interrupts_held() as interrupts:
+        job = scheduler.submit(request)
+        record = JobRecord(
+            scheduler=on,
+            job=job,
+            name=request.name,
+            nodes=request.nodes,
+            nproc=request.nproc,
+            submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+            log=scheduler.log(request, job),
+        )
+        write_record(request.folder, record)
+        _remember(request.folder)
+    if interrupts.came:
+        try:
+            end_run(request.folder, checkpoint=False)
+            warn(f"interrupted: {on} job {job} is cancelled")
+        except TuttiError as error:
+            warn(f"interrupted after {on} job {job} was submitted: {error}")
+        raise KeyboardInterrupt
+    return job
 
 
 def _on_nodes(options: RunOptions, ranks: tuple[int | None, ...], nnodes: int | None) -> RunOptions:
