@@ -437,8 +437,10 @@ def _write_fixed(target: mmap.mmap, capacity: int, rank: int, world_size: int) -
     _CRC.pack_into(target, len(fixed), zlib.crc32(fixed))
 
 
-def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, flags: int) -> bytes:
-    """Return what is the same in all events of one kind, without their number in the group.
+def _fixed_part(
+    texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, flags: int, sequence: int = 0
+) -> bytes:
+    """Return what is the same in all events of one kind, which differ in their number in the group.
 
     Args:
         texts: numbers of kind, name, group and dtype.
@@ -448,38 +450,17 @@ def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes
     """
     dims = (*(min(size, 0xFFFFFFFF) for size in shape), 0, 0, 0, 0, 0)[:_MOST_DIMS]
     counted = min(len(shape), _MOST_DIMS)
-    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, flags, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
+    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, flags, counted, sequence & 0xFFFFFFFF, min(nbytes, 1 << 63), *dims)[
+        _FIXED_AT:
+    ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchCollective:
-    """A collective that torch has begun and not completed, from its own record (the Flight Recorder).
-
-    Attributes:
-        number: in torch's record.
-        group: the ranks that take part, and torch's name of the group.
-        sequence: number of the collective in its group, as torch counts.
-        dtype: empty where there is no tensor.
-        begun_ns: Unix time in ns.
-    """
-
-    number: int
-    name: str
-    group: str
-    sequence: int
-    dtype: str
-    shape: tuple[int, ...]
-    begun_ns: int
-
-
-def begin_unseen(recorder: EventRecorder, seen: TorchCollective) -> int:
+def begin_unseen(recorder: EventRecorder, seen: RankEvent) -> int:
     """Write a collective that only torch's own record has, as one that the rank waits in; return its number."""
-    texts = tuple(map(recorder.text, ("collective", seen.name, seen.group, seen.dtype)))
-    fixed = _fixed_part((texts[0], texts[1], texts[2], texts[3]), seen.shape, 0, flags=_BLOCKING | _IN_THREAD)
-    number = recorder._write(fixed, seen.begun_ns - (time.time_ns() - time.monotonic_ns()))
-    at = _HEADER_NBYTES + (number - 1) % recorder._capacity * _EVENT.size
-    _U32.pack_into(recorder._map, at + _SEQUENCE_AT, seen.sequence & 0xFFFFFFFF)
-    return number
+    kind, name, group, dtype = map(recorder.text, ("collective", seen.name, seen.group, seen.dtype))
+    flags = _BLOCKING | _IN_THREAD
+    fixed = _fixed_part((kind, name, group, dtype), seen.shape, 0, flags=flags, sequence=seen.sequence)
+    return recorder._write(fixed, int(1e9 * (seen.begun_s - time.time())) + time.monotonic_ns())
 
 
 @dataclass(slots=True)
@@ -489,12 +470,13 @@ class _Active:
     Attributes:
         recorder: None where nothing is recorded, as in workers of a data loader.
         module_name: returns the name of a module of the model, or "".
-        in_torch: returns the collectives that torch has begun and not completed; None where there is no group.
+        in_torch: returns the collectives that torch has begun and not completed, by torch's own record (its Flight
+            Recorder), with their numbers in it; None where there is no group.
     """
 
     recorder: EventRecorder | None = None
     module_name: Callable[[Any], str] | None = None
-    in_torch: Callable[[], list[TorchCollective]] | None = None
+    in_torch: Callable[[], list[RankEvent]] | None = None
 
 
 ACTIVE = _Active()

@@ -143,12 +143,12 @@ class _UnseenCollective:
 
     def look(self, recorder: EventRecorder) -> None:
         """Note one that has lasted for `WAITING_NS` if nothing else is known to be waited for; end it in its time."""
-        if self.event == 0 and (ACTIVE.in_torch is None or recorder.pending(blocking=True)):
+        if ACTIVE.in_torch is None or (self.event == 0 and recorder.pending(blocking=True)):
             return
-        begun = {each.number: each for each in ACTIVE.in_torch()} if ACTIVE.in_torch is not None else {}
+        begun = {each.number: each for each in ACTIVE.in_torch()}
         if self.event == 0:
-            until_ns = time.time_ns() - WAITING_NS
-            if (first := next((each for each in begun.values() if each.begun_ns <= until_ns), None)) is not None:
+            until_s = time.time() - WAITING_NS / 1e9
+            if (first := next((each for each in begun.values() if each.begun_s <= until_s), None)) is not None:
                 self.event, self.number, self.over_ns = begin_unseen(recorder, first), first.number, 0
         elif self.number not in begun:
             self.over_ns = self.over_ns or time.monotonic_ns()

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.profile_file import read_cluster_settings
 from tutti.errors import RESUMABLE, LaunchError
 
 CONTAINER = "tutti"
@@ -114,15 +115,7 @@ def read_kubernetes_settings(given: Mapping[str, Any]) -> KubernetesSettings:
     Raises:
         LaunchError: one does not exist, has no value that it may have, or the image is missing.
     """
-    try:
-        settings = KubernetesSettings.model_validate(dict(given))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            names = ", ".join(KubernetesSettings.model_fields)
-            raise LaunchError(f"kubernetes has no setting {name!r}; settings are {names}") from None
-        raise LaunchError(f"kubernetes setting {name}: {first['msg']}; correct it in tutti.toml or --request") from None
+    settings = read_cluster_settings(KubernetesSettings, given, "kubernetes")
     if settings.image is None:
         raise LaunchError("a run on Kubernetes needs an image with tutti; name it with --request image=NAME:TAG")
     reserved = {"TUTTI_SECRET", "JOB_COMPLETION_INDEX"} & {*settings.env, *settings.secret_env}

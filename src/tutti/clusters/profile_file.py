@@ -20,7 +20,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +29,8 @@ from tutti.errors import LaunchError
 NAME = "tutti.toml"
 
 _MOST_NBYTES = 1 << 20
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class RunDefaults(BaseModel):
@@ -60,6 +62,30 @@ class ClusterProfile(BaseModel):
     slurm: dict[str, Any] = {}
     ssh: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
+
+
+def read_cluster_settings(model: type[Settings], given: Mapping[str, Any], scheduler: str) -> Settings:
+    """Return a scheduler's settings after a check.
+
+    Args:
+        model: what settings there are.
+        given: from tutti.toml and --request.
+        scheduler: its name in messages.
+
+    Raises:
+        LaunchError: one does not exist, or has no value that it may have.
+    """
+    try:
+        return model.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            names = ", ".join(model.model_fields)
+            raise LaunchError(f"{scheduler} has no setting {name!r}; settings are {names}") from None
+        raise LaunchError(
+            f"{scheduler} setting {name}: {first['msg']}; correct it in tutti.toml or --request"
+        ) from None
 
 
 def read_profile(directory: Path) -> ClusterProfile:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tutti.clusters.cluster_job import STAY_STOPPED, JobRequest, JobState, JobStatus
+from tutti.clusters.profile_file import read_cluster_settings
 from tutti.config.safe_text import plain_text
 from tutti.environment import in_slurm_job
 from tutti.errors import LaunchError
@@ -95,15 +96,7 @@ def read_settings(given: Mapping[str, Any]) -> SlurmSettings:
     Raises:
         LaunchError: one does not exist, or has no value that it may have.
     """
-    try:
-        return SlurmSettings.model_validate(dict(given))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            names = ", ".join(SlurmSettings.model_fields)
-            raise LaunchError(f"slurm has no setting {name!r}; settings are {names}") from None
-        raise LaunchError(f"slurm setting {name}: {first['msg']}; correct it in tutti.toml or --request") from None
+    return read_cluster_settings(SlurmSettings, given, "slurm")
 
 
 def batch_script(request: JobRequest) -> str:

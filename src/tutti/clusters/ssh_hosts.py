@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from tutti.clusters.profile_file import read_cluster_settings
 from tutti.config.safe_text import plain_text
 from tutti.errors import LaunchError
 
@@ -84,15 +85,7 @@ def read_ssh_settings(given: Mapping[str, Any]) -> SshSettings:
     """
     lists = ("options", "exclude", "setup")  # which --request gives as one text
     read = {name: (value,) if name in lists and isinstance(value, str) else value for name, value in given.items()}
-    try:
-        return SshSettings.model_validate(read)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            names = ", ".join(SshSettings.model_fields)
-            raise LaunchError(f"ssh has no setting {name!r}; settings are {names}") from None
-        raise LaunchError(f"ssh setting {name}: {first['msg']}; correct it in tutti.toml or --request") from None
+    return read_cluster_settings(SshSettings, read, "ssh")
 
 
 def read_hosts(settings: SshSettings, directory: Path) -> tuple[SshHost, ...]:

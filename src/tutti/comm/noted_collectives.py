@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tutti.event_record import ACTIVE, EventRecorder, TorchCollective
+from tutti.event_record import ACTIVE, EventRecorder, RankEvent
 
 _NAMES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter"),
@@ -49,7 +49,7 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "
 """How torch's own record names some dtypes -> their names."""
 
 
-def collectives_in_torch() -> list[TorchCollective]:
+def collectives_in_torch() -> list[RankEvent]:
     """Return the collectives of this process that torch has begun and not completed, the earliest first.
 
     Torch records them itself (the Flight Recorder), for NCCL and for Gloo, also those of compiled code.
@@ -63,14 +63,16 @@ def collectives_in_torch() -> list[TorchCollective]:
             continue
         shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         found.append(
-            TorchCollective(
+            RankEvent(
                 number=entry["record_id"],
+                kind="collective",
                 name=entry["profiling_name"].partition(":")[2],
                 group=f"{_members(entry['process_group'][0])}#{entry['process_group'][0]} of torch",
                 sequence=entry["collective_seq_id"],
                 dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
                 shape=tuple(shapes[0]) if shapes else (),
-                begun_ns=entry["time_created_ns"],
+                begun_s=entry["time_created_ns"] / 1e9,
+                ended_s=None,
             )
         )
     return found

@@ -324,8 +324,9 @@ class _Generation:
         """End the ranks because of other nodes. Ranks that fail or complete in a pause have done so by themselves."""
         assert self._handle is not None
         mark = RunFolder(self._spec.folder).pause(self._spec.node_rank)
-        with contextlib.suppress(OSError):
-            mark.touch() if pausing else None
+        if pausing:
+            with contextlib.suppress(OSError):
+                mark.touch()
         self._handle.stop(self._grace_s if pausing else RESTART_GRACE_S, hurry=lambda: self._interrupted.count > 1)
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
