@@ -190,6 +190,11 @@ class Cluster:
         self.posted: list[Thing] = []
         self.over = False
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """By which commands find it."""
+        return {"KUBECONFIG": str(self.base / "kubeconfig"), "XDG_STATE_HOME": str(self.base)}
+
     # Objects
 
     def find(self, plural: str, space: str, name: str) -> Thing | None:

@@ -1,19 +1,17 @@
 """Runs on Kubernetes, by the official client and the real command line, against a stand-in that starts the pods."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from clusters.command_rig import started, state, tutti
 from clusters.kubernetes_rig import Cluster, kubernetes
-from launch.launch_rig import SCRIPTS, TUTTI, default_signals, free_port, wait_until
+from launch.launch_rig import SCRIPTS, free_port, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -50,32 +48,6 @@ def project(tmp_path: Path, cluster: Cluster) -> Path:
     return folder
 
 
-@contextmanager
-def started(cwd: Path, cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "KUBECONFIG": str(cluster.base / "kubeconfig"), "XDG_STATE_HOME": str(cluster.base)}
-    command = subprocess.Popen(
-        [*TUTTI, *words], cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals,
-    )  # fmt: skip
-    try:
-        yield command
-    finally:
-        command.kill()
-        command.communicate()
-
-
-def tutti(cwd: Path, cluster: Cluster, *words: str, timeout_s: float = 200) -> tuple[int, str, str]:
-    with started(cwd, cluster, *words) as command:
-        out, err = command.communicate(timeout=timeout_s)
-        return command.returncode, out, err
-
-
-def state(cwd: Path, cluster: Cluster, run: str) -> dict[str, object]:
-    code, out, err = tutti(cwd, cluster, "status", "--json", run)
-    assert code == 0, err
-    return json.loads(out)["runs"][0]
-
-
 def log_of(folder: Path) -> str:
     file = folder / "kubernetes.log"
     return file.read_text() if file.exists() else ""
@@ -85,14 +57,14 @@ def log_of(folder: Path) -> str:
 @pytest.mark.timeout(300)
 def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Cluster) -> None:
     code, out, err = tutti(
-        project, cluster, "run", "--no-predict", "--nproc", "1", "--folder", "my run", TRAIN, "2", "0"
+        project, cluster.variables, "run", "--no-predict", "--nproc", "1", "--folder", "my run", TRAIN, "2", "0"
     )
     assert code == 0, err + log_of(project / "my run")
     assert out == "epoch 0 of 2 ranks\nepoch 1 of 2 ranks\n"
     assert json.loads((project / "my run/run.json").read_text())["world_size"] == 2
-    found = state(project, cluster, "my run")
+    found = state(project, cluster.variables, "my run")
     assert (found["state"], found["step"], found["nodes"]) == ("completed", 8, "node0,node1")
-    code, out, _ = tutti(project, cluster, "logs", "my run")
+    code, out, _ = tutti(project, cluster.variables, "logs", "my run")
     assert code == 0
     lines = [
         ("" if kubelet.index == 0 else "[pod 1] ") + text
@@ -111,7 +83,7 @@ def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Clust
     assert pod["terminationGracePeriodSeconds"] == 60
     for thing in (service, secret):
         assert thing["metadata"]["ownerReferences"][0]["name"] == job["metadata"]["name"]
-    code, _, err = tutti(project, cluster, "cancel", "my run")
+    code, _, err = tutti(project, cluster.variables, "cancel", "my run")
     assert code == 2
     assert "has ended already (completed)" in err
 
@@ -131,7 +103,7 @@ def test_preempted_and_stopped_with_a_checkpoint_where_the_folder_lies_in_the_cl
     profile = (project / "tutti.toml").read_text()
     (project / "tutti.toml").write_text(f'{profile}folder = "{volume}/runs"\n')
     words = ("--no-predict", "--nproc", "1", "--folder", "run", TRAIN, "400", "0.2")
-    code, out, err = tutti(project, cluster, "submit", "--json", *words)
+    code, out, err = tutti(project, cluster.variables, "submit", "--json", *words)
     assert code == 0, err
     assert err.count("the run folder lies in the cluster") == 1
     space, _, name = json.loads(out)["job"].partition("/")
@@ -144,26 +116,28 @@ def test_preempted_and_stopped_with_a_checkpoint_where_the_folder_lies_in_the_cl
     cluster.evict(first)
     assert wait_until(lambda: any(inside.glob("checkpoints/step-*/index.json")), 90)
     stopped_at = max(int(each.parent.name.partition("-")[2]) for each in inside.glob("checkpoints/step-*/index.json"))
-    assert wait_until(lambda: len(steps_of(inside)) > stopped_at + 2, 180), tutti(project, cluster, "logs", "run")
+    assert wait_until(lambda: len(steps_of(inside)) > stopped_at + 2, 180), tutti(
+        project, cluster.variables, "logs", "run"
+    )
     rows = [json.loads(line) for line in (inside / "metrics.jsonl").read_text().splitlines()]
     assert [row["resumed_at_step"] for row in rows if row["kind"] == "start"] == [0, stopped_at]
     # `tutti cancel --checkpoint` stops it for good.
-    code, _, err = tutti(project, cluster, "cancel", "--checkpoint", "run")
+    code, _, err = tutti(project, cluster.variables, "cancel", "--checkpoint", "run")
     assert code == 0, err
     steps = steps_of(inside)
     assert steps == list(range(1, len(steps) + 1)), "no step is left out or repeated"
     assert int(sorted(inside.glob("checkpoints/step-*"))[-1].name.partition("-")[2]) == len(steps)
     assert cluster.find("jobs", space, name) is job, "the Job stays, as the record"
-    code, _, err = tutti(project, cluster, "attach", "run")
+    code, _, err = tutti(project, cluster.variables, "attach", "run")
     assert code == 75, err
     assert "go on with `tutti submit --resume run`" in err
-    assert state(project, cluster, "run")["reason"] == "stopped by `tutti cancel`"
-    code, _, err = tutti(project, cluster, "logs", "run", "--rank", "0")
+    assert state(project, cluster.variables, "run")["reason"] == "stopped by `tutti cancel`"
+    code, _, err = tutti(project, cluster.variables, "logs", "run", "--rank", "0")
     assert code == 2
     assert "the run folder lies in the cluster, and so does what rank 0 prints" in err
     # And goes on in the same folder of the cluster.
     last = (len(steps) + 7) // 4
-    code, out, err = tutti(project, cluster, "run", "--resume", "run", *words[:3], TRAIN, str(last), "0")
+    code, out, err = tutti(project, cluster.variables, "run", "--resume", "run", *words[:3], TRAIN, str(last), "0")
     assert code == 0, err
     assert f"epoch {last - 1} of 2 ranks\n" in out
     assert steps_of(inside) == list(range(1, 4 * last + 1))
@@ -173,13 +147,13 @@ def test_preempted_and_stopped_with_a_checkpoint_where_the_folder_lies_in_the_cl
 @pytest.mark.timeout(900)
 def test_a_pod_that_fails_and_a_job_that_is_left_and_cancelled(project: Path, cluster: Cluster) -> None:
     (project / "bad.py").write_text("import tutti\nraise ValueError('boom')\n")
-    code, _, err = tutti(project, cluster, "run", "--nproc", "1", "--folder", "bad", "bad.py")
+    code, _, err = tutti(project, cluster.variables, "run", "--nproc", "1", "--folder", "bad", "bad.py")
     assert code == 1
     assert "ValueError: boom" in err
     assert "failed (pod" in err
     assert "ended with exit code 1" in err
     with started(
-        project, cluster, "run", "--no-predict", "--nproc", "1", "--folder", "long", TRAIN, "900", "0.2"
+        project, cluster.variables, "run", "--no-predict", "--nproc", "1", "--folder", "long", TRAIN, "900", "0.2"
     ) as command:
         assert wait_until(lambda: (project / "long/run.json").exists(), 120)
         command.send_signal(signal.SIGINT)
@@ -187,12 +161,12 @@ def test_a_pod_that_fails_and_a_job_that_is_left_and_cancelled(project: Path, cl
     assert command.returncode == 0
     assert "the job goes on; `tutti attach long`" in err
     processes = [kubelet.process for kubelet in cluster.kubelets.values()]
-    assert state(project, cluster, "long")["state"] == "running"
-    code, _, err = tutti(project, cluster, "submit", "--resume", "long", "--nproc", "1", TRAIN, "1", "0")
+    assert state(project, cluster.variables, "long")["state"] == "running"
+    code, _, err = tutti(project, cluster.variables, "submit", "--resume", "long", "--nproc", "1", TRAIN, "1", "0")
     assert code == 2
     assert "writes into" in err
-    assert tutti(project, cluster, "cancel", "long")[0] == 0
-    assert state(project, cluster, "long")["state"] == "cancelled"
+    assert tutti(project, cluster.variables, "cancel", "long")[0] == 0
+    assert state(project, cluster.variables, "long")["state"] == "cancelled"
     assert wait_until(lambda: all(process is None or process.poll() is not None for process in processes), 60)
     left = {thing["metadata"]["name"] for thing in cluster.things.values() if thing["kind"] != "Event"}
     assert all(name.startswith("bad-") for name in left), "Job, Service, Secret and pods are gone"
@@ -205,7 +179,7 @@ def test_a_pod_without_a_volume_goes_on_from_its_store(project: Path, cluster: C
     (project / "tutti.toml").write_text(profile)
     store = tmp_path / "store"
     words = ("--no-predict", "--nproc", "1", "--folder", "run", "--checkpoint-store", f"file://{store}")
-    code, out, err = tutti(project, cluster, "submit", "--json", *words, TRAIN, "20", "0.2")
+    code, out, err = tutti(project, cluster.variables, "submit", "--json", *words, TRAIN, "20", "0.2")
     assert code == 0, err
     space, _, name = json.loads(out)["job"].partition("/")
     inside = Path("/tmp/tutti") / name
@@ -222,7 +196,7 @@ def test_a_pod_without_a_volume_goes_on_from_its_store(project: Path, cluster: C
         with cluster.lock:
             shutil.rmtree(inside)  # a pod's disk ends with it
         (stored,) = store.glob("step-*/index.json")
-        code, _, err = tutti(project, cluster, "attach", "run")
+        code, _, err = tutti(project, cluster.variables, "attach", "run")
         assert code == 0, err
         assert steps_of(inside) == list(range(int(stored.parent.name[5:13]) + 1, 81))
     finally:

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from launch.launch_rig import SCRIPTS, TUTTI, default_signals, wait_until
+from clusters.command_rig import started, state, tutti
+from launch.launch_rig import SCRIPTS, TUTTI, wait_until
 from launch.slurm_rig import lose_node, missing, slurm, slurmd
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -40,33 +40,6 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "my project"
     folder.mkdir()
     return folder
-
-
-@contextmanager
-def started(cwd: Path, cluster: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A command; unlike `running`, its end leaves the jobs alone, which have its environment."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cluster}
-    command = subprocess.Popen(
-        [*TUTTI, *words], cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals,
-    )  # fmt: skip
-    try:
-        yield command
-    finally:
-        command.kill()
-        command.communicate()
-
-
-def tutti(cwd: Path, cluster: dict[str, str], *words: str, timeout_s: float = 90) -> tuple[int, str, str]:
-    with started(cwd, cluster, *words) as command:
-        out, err = command.communicate(timeout=timeout_s)
-        return command.returncode, out, err
-
-
-def state(cwd: Path, cluster: dict[str, str], run: str) -> dict[str, object]:
-    code, out, err = tutti(cwd, cluster, "status", "--json", run)
-    assert code == 0, err
-    return json.loads(out)["runs"][0]
 
 
 def test_two_nodes_train_and_are_followed_and_found(project: Path, cluster: dict[str, str]) -> None:

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
+from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh
 from launch.launch_rig import TUTTI
 from tutti.clusters import ssh, ssh_agent, ssh_driver
 from tutti.clusters.cluster_job import JobRequest, read_record
@@ -30,16 +28,6 @@ from tutti.commands.submit import states, submit
 from tutti.errors import LaunchError
 
 needs_sshd = pytest.mark.skipif(missing_for_ssh() is not None, reason=str(missing_for_ssh()))
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[SshHosts]:
-    base = Path(tempfile.mkdtemp(prefix="ssh-hosts-"))
-    try:
-        with ssh_hosts(base, ["alpha", "beta"]) as made:
-            yield made
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
 
 
 def refused(folder: Path, hosts: SshHosts, **settings: Any) -> list[str]:

@@ -26,16 +26,6 @@ PACKAGE = Path(tutti.__file__).parent
 OPTIONS = ("--no-predict", "--timeout", "60")
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[SshHosts]:
-    base = Path(tempfile.mkdtemp(prefix="ssh-hosts-"))
-    try:
-        with ssh_hosts(base, ["alpha", "beta"]) as made:
-            yield made
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-
-
 class Project:
     """A folder with a script and a tutti.toml, and commands in it."""
 

@@ -1,0 +1,45 @@
+"""Commands of `tutti` against a cluster, whose jobs outlive them."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.launch_rig import TUTTI, default_signals
+
+
+@contextmanager
+def started(cwd: Path, cluster: Mapping[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command; unlike `running`, its end leaves the jobs alone, which have its environment.
+
+    Args:
+        cwd: where it runs.
+        cluster: the variables by which it finds the cluster.
+        words: arguments of `tutti`.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cluster}
+    command = subprocess.Popen(
+        [*TUTTI, *words], cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals,
+    )  # fmt: skip
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.communicate()
+
+
+def tutti(cwd: Path, cluster: Mapping[str, str], *words: str, timeout_s: float = 200) -> tuple[int, str, str]:
+    """Run a command to its end; return its exit code and what it wrote."""
+    with started(cwd, cluster, *words) as command:
+        out, err = command.communicate(timeout=timeout_s)
+        return command.returncode, out, err
+
+
+def state(cwd: Path, cluster: Mapping[str, str], run: str) -> dict[str, object]:
+    """What `tutti status` says of a run."""
+    code, out, err = tutti(cwd, cluster, "status", "--json", run)
+    assert code == 0, err
+    return json.loads(out)["runs"][0]
