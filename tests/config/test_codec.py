@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_a_file_is_written_with_its_parents_and_read_back(tmp_path: Path) -> Non
     path = serialization.save(plan, tmp_path / "a" / "b" / "plan.json")
     assert serialization.load(Plan, path) == plan
     assert path.read_text(encoding="utf-8").endswith("}\n")
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
+    plan, file = Plan(batch=BatchPlan(global_batch_size=12)), tmp_path / "plan.json"
+    link = tmp_path / "link.json"
+    link.symlink_to(serialization.save(plan, file))
+    with ThreadPoolExecutor(1) as other:
+        saves = other.submit(_save_often, plan, link)
+        while not saves.done():
+            assert serialization.load(Plan, file) == plan
+        saves.result()
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, file]
+
+
+def _save_often(plan: Plan, file: Path) -> None:
+    for _ in range(2000):
+        serialization.save(plan, file)
 
 
 def test_text_beyond_ascii_survives(tmp_path: Path) -> None:

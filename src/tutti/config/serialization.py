@@ -8,6 +8,8 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -103,9 +105,21 @@ def loads(cls: type[T], text: str, *, source: str = "the given text") -> T:
 
 
 def save(value: Any, path: Path) -> Path:
-    """Write a value to a file, creating its parent folders, and return the path."""
+    """Write a value to a file, creating its parent folders, and return the path.
+
+    Who reads the file meanwhile, such as another rank, gets the whole text from before or from after.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps(value), encoding="utf-8")
+    text, target = dumps(value), path.resolve()
+    if target.exists() and not target.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return path
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

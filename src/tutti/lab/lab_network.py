@@ -196,7 +196,6 @@ def _remove(record: LabRecord) -> None:
     for name in present:
         _call("ip", "netns", "delete", name)
     record.hosts_file.unlink(missing_ok=True)
-    record.file.with_suffix(".new").unlink(missing_ok=True)
     record.file.unlink(missing_ok=True)
 
 

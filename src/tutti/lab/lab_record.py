@@ -139,10 +139,8 @@ def check_name(name: str) -> str:
 
 
 def write(record: LabRecord) -> None:
-    """Write the record, whole or not at all, so that a reader never sees half of it."""
-    beside = record.file.with_suffix(".new")
-    serialization.save(record, beside)
-    beside.replace(record.file)
+    """Write the record of a lab."""
+    serialization.save(record, record.file)
 
 
 def records() -> list[LabRecord]:

@@ -457,11 +457,9 @@ _OWN_FRAMES = (
 
 
 def _write(folder: Path, failure: RankError) -> None:
-    """Write error.json, completely or not at all. A full disk must not hide the failure itself."""
-    partial = folder / "error.json.partial"
+    """Write error.json. A full disk must not hide the failure itself."""
     try:
-        serialization.save(failure, partial)
-        partial.replace(folder / "error.json")
+        serialization.save(failure, folder / "error.json")
     except OSError:
         sys.stderr.write(failure.traceback or failure.message)
 
