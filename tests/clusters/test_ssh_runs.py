@@ -246,6 +246,29 @@ def test_restarts_need_a_folder_that_hosts_share_and_then_outlive_a_host(tmp_pat
     shared.assert_nothing_left()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_range_of_hosts_begins_without_one_and_outlives_another(tmp_path: Path, hosts: SshHosts) -> None:
+    project = Project(tmp_path / "range", hosts, tmp_path / "on both hosts", "alpha:1,gone.invalid:1,beta:1")
+    words = ("run", "--on", "ssh", *OPTIONS, "--folder", "run", "--nnodes", "1:3", "--checkpoint-every", "1")
+    with project.start(*words, "train.py", "16", "0.5") as command:
+        assert project.reaches_step(3), project.log()
+        (agent,) = [pid for pid in hosts.processes() if _is_node(pid, "beta", hosts)]
+        os.kill(agent, signal.SIGKILL)
+        _, err = command.communicate(timeout=200)
+    assert command.returncode == 0, err + project.log()
+    assert re.search(r"^gone.invalid: .*\nthe run begins without this host$", err, re.MULTILINE), err
+    log = project.log()
+    assert re.search(r"node 1 \(\S+\) is lost", log)
+    assert "1 rank goes on from step-" in log
+    assert "node 1 on " in log.partition("1 rank goes on from")[2], "it has come again"
+    assert {int(str(row["step"])) for row in project.rows("step")} == set(range(1, 65))
+    project.assert_nothing_left()
+    words = ("run", "--on", "ssh", *OPTIONS, "--folder", "other", "--nnodes", "3:3", "train.py", "1", "0")
+    code, _, err = project.tutti(*words)
+    assert (code, err.startswith("tutti: gone.invalid: ")) == (2, True), err
+
+
 def _is_node(pid: int, name: str, hosts: SshHosts) -> bool:
     """Whether a process is what the driver has started on a host."""
     try:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -48,21 +49,36 @@ class Running:
     def __init__(self, command: tuple[str, ...], cwd: Path, environment: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         self.cwd = cwd
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the command runs; `close`
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "TEST_MARK": self.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             start_new_session=True,
             preexec_fn=default_signals,
         )
 
     def finish(self, timeout_s: float = 180) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, err
+        out, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, self.said()
+
+    def said(self) -> str:
+        """What has come on standard error so far."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
+
+    def says(self, words: str, timeout_s: float = 60) -> bool:
+        """Wait until something is on standard error."""
+        return wait_until(lambda: words in self.said(), timeout_s)
+
+    def close(self) -> None:
+        self._errors.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def processes(self) -> list[int]:
         """Living processes of this command's tree, orphaned or not."""
@@ -89,9 +105,7 @@ def running(*command: str, cwd: Path, environment: dict[str, str] | None = None)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
-        for stream in (run.process.stdout, run.process.stderr):
-            if stream is not None:
-                stream.close()
+        run.close()
 
 
 def tutti_run(cwd: Path, *arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> Finished:

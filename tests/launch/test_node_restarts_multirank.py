@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,8 +73,7 @@ def test_a_lost_node_is_left_out_and_takes_part_when_it_comes_again(tmp_path: Pa
         (tmp_path / "go-8").touch()
         assert wait_until(lambda: faults(tmp_path).count("pause") == 2, 60), leader.process.poll()
         with running(*second, cwd=tmp_path) as again:
-            assert wait_until(lambda: (tmp_path / "run/ranks/1/stdout.log").exists(), 5)
-            time.sleep(1.0)  # it connects while rank 0 waits in its step
+            assert leader.says("has come: the ranks pause"), leader.said()  # while rank 0 waits in its step
             (tmp_path / "go-16").touch()
             code, _, err = leader.finish()
             assert code == 0, err
@@ -128,7 +126,7 @@ def test_a_run_that_waits_for_a_lost_node_can_be_ended(ends: str, tmp_path: Path
         assert wait_until(lambda: "pause" in faults(tmp_path), 60)
         os.kill(lost.process.pid, signal.SIGKILL)
         if ends == "signal":
-            time.sleep(3)  # the others wait
+            assert leader.says("waiting up to 60 s for node 1"), leader.said()
             other.process.send_signal(signal.SIGTERM)
         found = [one.finish(45) for one in (leader, other)]
         for one in (leader, other):

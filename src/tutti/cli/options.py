@@ -12,8 +12,10 @@ import click
 from tutti.commands.capture import SCRIPT_TIMEOUT_S
 from tutti.commands.values import needed_path
 from tutti.config import serialization
+from tutti.config.count_range import CountRange, node_counts
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.vocabulary import Relaxation
+from tutti.errors import LaunchError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,6 +87,19 @@ def hosts_option(function: F) -> F:
     """Add --hosts: the hosts of a run over ssh."""
     says = "Run on these hosts, over ssh: HOST:RANKS,..., or a file with one a line."
     return click.option("--hosts", metavar="HOSTS|FILE", help=says)(function)
+
+
+def _nodes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | CountRange | None:
+    try:
+        return node_counts(text)
+    except LaunchError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def nnodes_option(function: F) -> F:
+    """Add --nnodes: the number of nodes, or a range."""
+    says = "Nodes that run this command together; a range for as many as there are at each time."
+    return click.option("--nnodes", metavar="N|MIN:MAX", callback=_nodes, help=says)(function)
 
 
 def json_option(function: F) -> F:

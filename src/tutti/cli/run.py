@@ -15,6 +15,7 @@ from tutti.cli.options import (
     bucket_option,
     compress_option,
     hosts_option,
+    nnodes_option,
     relax_option,
     request_option,
     shard_option,
@@ -24,14 +25,17 @@ from tutti.cli.options import (
 from tutti.cli.submit import default_launcher, submitted_and_followed
 from tutti.clusters.schedulers import SCHEDULERS
 from tutti.commands.messages import console, guarded_streams
-from tutti.commands.run_options import TIMEOUT_S, RunOptions, duration_s, rank_counts
+from tutti.commands.run_options import TIMEOUT_S, duration_s, options_from
+from tutti.config.count_range import CountRange, rank_counts
 from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
     from tutti.commands.run_conclusion import Conclusion
 
 
-def _counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+def _counts(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, ...] | CountRange | None:
     try:
         return rank_counts(text)
     except LaunchError as error:
@@ -46,9 +50,11 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 
 
 @click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
-@click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
-@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
+@click.option("--nproc", metavar="N[,N...]|MIN:MAX", callback=_counts,
+              help="Ranks per node; a list for unequal nodes; a range for one on each GPU, or core.")  # fmt: skip
+@nnodes_option
+@click.option("--node-rank", type=click.IntRange(0),
+              help="The number of this node, from 0; with a range of nodes the next that is free.")  # fmt: skip
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: node 0's host and a free port there.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
               help="How long ranks wait for each other; if not given 600, less if none does anything.")  # fmt: skip
@@ -123,7 +129,7 @@ def command(**given: Any) -> None:
         raise LaunchError(f"--request is for a cluster's scheduler, and --on is {on}; leave it out, or add --on slurm")
     stated = given.pop("timeout_s")
     timeout_s = TIMEOUT_S if stated is None else stated
-    options = RunOptions(timeout_s=timeout_s, adaptive_timeout=stated is None, launcher=on, **given)
+    options = options_from(timeout_s=timeout_s, adaptive_timeout=stated is None, launcher=on, **given)
     with guarded_streams():
         try:
             ended = trained(options, screen=screen(shown=True, as_json=options.as_json, progress=options.progress))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, hosts_option, json_option, request_option
+from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, hosts_option, json_option, nnodes_option, request_option
 from tutti.commands.messages import console, guarded_streams
-from tutti.commands.run_options import RunOptions
+from tutti.commands.run_options import options_from
+from tutti.config.count_range import CountRange, node_counts
 
 if TYPE_CHECKING:
     from tutti.commands.submit import Answer
@@ -23,7 +24,7 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
 @click.option("--on", metavar="NAME", help="What runs it: slurm, ssh or kubernetes; that of tutti.toml if not given.")
-@click.option("--nnodes", type=click.IntRange(1), help="Number of nodes.")
+@nnodes_option
 @request_option
 @hosts_option
 @click.option("--folder", type=_RUN, help="The run folder; runs/NAME-TIME if not given.")
@@ -51,7 +52,7 @@ def submitted(
     words: Sequence[str],
     *,
     on: str | None,
-    nnodes: int | None,
+    nnodes: int | CountRange | None,
     requests: Sequence[str],
     hosts: str | None,
     folder: Path | None,
@@ -72,12 +73,12 @@ def submitted(
 
     defaults = read_profile(Path.cwd()).run
     read = run.make_context("tutti submit", list(words)).params
-    options = RunOptions(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
+    options = options_from(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
     done = submit(
         replace(options, folder=folder, resume=resume),
         words,
         on=on or ("ssh" if hosts is not None else defaults.on or "slurm"),
-        nnodes=nnodes or defaults.nnodes,
+        nnodes=nnodes or node_counts(defaults.nnodes),
         requests=requests,
         hosts=hosts,
         dry_run=dry_run,

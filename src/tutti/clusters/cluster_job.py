@@ -30,7 +30,8 @@ class JobRequest:
         directory: where the command runs, absolute.
         words: arguments of `tutti run` on each node, without those that say which node it is and where the run lies.
         resume: the run folder, checkpoint or store that the first start continues from.
-        nodes: number of nodes.
+        nodes: number of nodes; with `least_nodes` the most.
+        least_nodes: fewest nodes that it may have; None if their number is fixed.
         nproc: ranks per node, one number for all nodes or one for each; None leaves it to the plan.
         grace_s: seconds that ranks have to write a checkpoint when the job is stopped.
         script: the script's path as the command names it; empty for a module.
@@ -44,6 +45,7 @@ class JobRequest:
     words: tuple[str, ...]
     resume: Path | str | None = None
     nodes: int = 1
+    least_nodes: int | None = None
     nproc: tuple[int, ...] | None = None
     grace_s: float = 30.0
     script: str = ""
@@ -128,6 +130,19 @@ class Scheduler(Protocol):
 
     def cancel(self, job: str) -> None:
         """End a job at once."""
+        ...
+
+
+@runtime_checkable
+class TakesRanges(Protocol):
+    """A scheduler whose jobs may have fewer nodes than were asked for, as `--nnodes 1:4` allows."""
+
+    def check_range(self, request: JobRequest) -> None:
+        """Check that a job may have a range of nodes.
+
+        Raises:
+            LaunchError: its settings do not go with one.
+        """
         ...
 
 

@@ -20,9 +20,9 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tutti.errors import LaunchError
 
@@ -38,13 +38,13 @@ class RunDefaults(BaseModel):
 
     Attributes:
         on: what starts the ranks, as --on says.
-        nnodes: number of nodes, where the command line has none.
+        nnodes: number of nodes, or a range such as "1:4", where the command line has none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     on: str | None = None
-    nnodes: Annotated[int, Field(ge=1)] | None = None
+    nnodes: int | str | None = None
 
 
 class ClusterProfile(BaseModel):

@@ -85,7 +85,7 @@ class Ssh:
                 error.unlink(missing_ok=True)
         tasks = []
         for number, place in enumerate(prepared):
-            words = _node_words(request, place, number, len(hosts), where, shared=shared)
+            words = _node_words(request, place, number, len(prepared), where, shared=shared)
             tasks.append(
                 {
                     "name": place.host.name,
@@ -103,6 +103,9 @@ class Ssh:
             "names": {} if shared else _names(request, prepared),
         }
         return _start_driver(job)
+
+    def check_range(self, request: JobRequest) -> None:
+        _chosen(read_ssh_settings(request.settings), request.directory, request.nodes)
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG)
@@ -171,7 +174,8 @@ def _needs(request: JobRequest, settings: SshSettings, hosts: tuple[SshHost, ...
         outside=_outside(request),
         resume=request.resume,
         remote_name=remote_name,
-        restarts=request.restarts > 0 and len(hosts) > 1,
+        restarts=(request.restarts > 0 or request.least_nodes is not None) and len(hosts) > 1,
+        least=request.least_nodes,
         first_ranks=request.nproc[0] if request.nproc else 1,
     )
 
@@ -242,10 +246,12 @@ def _node_words(
     """Return the arguments of `tutti run` on a host. Paths below this directory mean those of the copy."""
     found = ["run", "--on", "local", "--folder", place.folder]
     found += ["--resume", place.resume] if place.resume else []
-    if request.nproc is not None:
-        found += ["--nproc", ",".join(map(str, request.nproc))]
+    nproc = request.nproc or ()
+    if nproc:
+        found += ["--nproc", ",".join(map(str, nproc if request.least_nodes is None else nproc[:1]))]
     if count > 1:
-        found += ["--nnodes", str(count), "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
+        nodes = str(count) if request.least_nodes is None else f"{request.least_nodes}:{count}"
+        found += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
     if shared or str(request.directory) == place.directory:
         return [*found, *request.words]
     return [*found, *(_moved(word, request.directory, place.directory) for word in request.words)]

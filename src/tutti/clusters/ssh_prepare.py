@@ -18,7 +18,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,6 +187,7 @@ class HostNeeds:
         resume: a run folder or checkpoint on this machine, or the address of a store.
         remote_name: the run folder's name below "runs" of the directory on hosts that do not share this machine's.
         restarts: whether the run goes on after failures.
+        least: fewest hosts to begin with; None for all.
         first_ranks: number of ranks on the first host.
         token: by which hosts see that they share a folder.
     """
@@ -201,6 +202,7 @@ class HostNeeds:
     resume: Path | str | None
     remote_name: str
     restarts: bool
+    least: int | None
     first_ranks: int
     token: str = field(default_factory=lambda: secrets.token_hex(6))
 
@@ -253,8 +255,14 @@ def _prepared(
         "places": [str(_PACKAGE.parent)],
         "distributions": names,
     }
+    known, problems = _all(pool, lambda number: conversations[number].ask("check", **request), range(len(needs.hosts)))
+    if problems and needs.least is not None and 0 in known and len(known) >= needs.least:
+        for words in problems.values():
+            say(f"{words}\nthe run begins without this host")
+        needs = replace(needs, hosts=tuple(needs.hosts[number] for number in known))
+        conversations = [conversations[number] for number in known]
+        known, problems = dict(enumerate(known.values())), {}
     count = len(conversations)
-    known, problems = _all(pool, lambda number: conversations[number].ask("check", **request), range(count))
     sync = needs.settings.sync or ("none" if needs.settings.directory is None else "rsync")
     shared = sync == "none" and all(answer["sees_run"] for answer in known.values())
     tokens = [f"{needs.token}-{number}" for number in range(count)]
@@ -268,10 +276,11 @@ def _prepared(
     firsts = [0] * count if shared else _sharing(conversations, answers, tokens, pool)
     if needs.restarts and not shared and any(firsts):
         others = ", ".join(needs.hosts[number].name for number, first in enumerate(firsts) if first)
+        what = "--max-restarts" if needs.least is None else f"--nnodes {needs.least}:{count}"
         raise LaunchError(
-            f"--max-restarts goes on from checkpoints in a folder that all hosts share, and {others} does not see "
+            f"{what} goes on from checkpoints in a folder that all hosts share, and {others} does not see "
             f"{answers[0]['directory']} of {needs.hosts[0].name}; name one with --request directory=PATH, or leave "
-            "--max-restarts out"
+            f"{what} out"
         )
     _ship_tutti(needs, conversations, answers, digest, pool, say)
     if not shared:

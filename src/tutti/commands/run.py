@@ -21,8 +21,9 @@ from tutti.commands.run_options import (
     given_mesh,
     given_plan,
     joined_folder,
+    options_from,
     own_count,
-    rank_counts,
+    placed_here,
     ranks_per_node,
 )
 from tutti.commands.values import (
@@ -41,6 +42,7 @@ from tutti.commands.values import (
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import Compression
+from tutti.config.count_range import CountRange, node_counts, rank_counts
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.run_folder import RunFolder, RunHeader, is_store_address
 from tutti.config.run_report import RunReport
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from tutti.commands.run_prediction import Beside, PredictionRequest
     from tutti.launch.launcher import Launcher, LaunchSpec
     from tutti.launch.rank_watch import Watcher
-    from tutti.launch.restarts import OnFailure, Recover
+    from tutti.launch.restarts import OnFailure, Recover, RestartPolicy
 
     Screen = Callable[[LaunchSpec], Watcher]
 
@@ -71,8 +73,8 @@ def run(
     *,
     module: bool = False,
     nproc: int | str | Sequence[int] | None = None,
-    nnodes: int = 1,
-    node_rank: int = 0,
+    nnodes: int | str = 1,
+    node_rank: int | None = None,
     rendezvous: str | None = None,
     timeout: float | None = None,
     on: str = "local",
@@ -111,9 +113,9 @@ def run(
         script: the script, or with `module` the dotted name of a module.
         arguments: the script's own arguments.
         module: `script` is a module's name, as after `python -m`.
-        nproc: ranks per node; a list for unequal nodes.
-        nnodes: nodes that make this call together.
-        node_rank: the number of this node, from 0.
+        nproc: ranks per node; a list for unequal nodes; a range such as "2:8" for one rank on each GPU, or core.
+        nnodes: nodes that make this call together; a range such as "1:4" for as many as there are at each time.
+        node_rank: the number of this node, from 0; None: 0, or with a range of nodes the next that is free.
         rendezvous: where nodes meet, as "HOST:PORT": node 0's host and a free port there.
         timeout: seconds that ranks wait for each other. None: 600, but ranks that do nothing within a step end after
             ten times the slowest step, at least 30 s.
@@ -168,17 +170,24 @@ def _as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"target": (str(script), *words), "launcher": given.pop("on"), **given}
 
 
-def _nproc(value: "int | str | Sequence[int] | None") -> tuple[int, ...] | None:
+def _nproc(value: "int | str | Sequence[int] | None") -> tuple[int, ...] | CountRange | None:
     try:
         return rank_counts(value)
     except LaunchError as error:
         raise LaunchError(f"nproc={error}") from None
 
 
+def _nnodes(value: int | str) -> int | CountRange | None:
+    try:
+        return node_counts(value)
+    except LaunchError as error:
+        raise LaunchError(f"nnodes={error}") from None
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "nproc": _nproc,
-    "nnodes": lambda value: whole("nnodes", value),
-    "node_rank": lambda value: whole("node_rank", value, 0),
+    "nnodes": _nnodes,
+    "node_rank": lambda value: None if value is None else whole("node_rank", value, 0),
     "plan": lambda value: path_or("plan", Plan, value),
     "mesh": mesh_text,
     "compress": compression_of,
@@ -217,7 +226,7 @@ def options_of_run(
         TuttiError: an argument has no value that the option may have.
     """
     read = {name: READ[name](value) if name in READ else value for name, value in given.items()}
-    return RunOptions(
+    return options_from(
         timeout_s=TIMEOUT_S if timeout is None else seconds_above_0("timeout", timeout),
         adaptive_timeout=timeout is None,
         grace_s=seconds_above_0("grace", grace),
@@ -298,7 +307,7 @@ def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Pat
     check_relax(options)
     check_nodes(options)
     check_restarts(options)
-    options = _beginning_again(options)
+    options = _beginning_again(placed_here(options))
     from tutti.launch.launcher_registry import launcher_for
     from tutti.launch.local_launcher import warming
 
@@ -380,9 +389,18 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
         rendezvous=options.rendezvous if options.nnodes > 1 else None,
         timeout_s=options.timeout_s,
         adaptive_timeout=options.adaptive_timeout,
-        threads=threads_per_rank(nproc[options.node_rank]),
+        threads=threads_per_rank(_places(options, nproc[options.node_rank])),
         environment=environment(options, plan),
     )
+
+
+def _places(options: RunOptions, nproc: int) -> int:
+    """Return how many of the ranks that this node may have it has places for."""
+    if options.least_nproc is None:
+        return nproc
+    from tutti.launch.places import places_here
+
+    return max(1, places_here(nproc, share_device=options.share_device))
 
 
 def plan_file(options: RunOptions, folder: Path) -> Path | None:
@@ -454,30 +472,33 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
     from tutti.commands.run_prediction import beside
     from tutti.launch.memory_folder import memory_folder
     from tutti.launch.node_member import recovering
-    from tutti.launch.restarts import RestartPolicy
+    from tutti.launch.restarts import fitting
     from tutti.launch.supervisor import interrupts, supervise
 
     def say(words: str) -> None:
         console.print(words, style="dim", markup=False, soft_wrap=True)
 
-    console.print(_announcement(spec, on_this_host=options.launcher == "local"), style="dim", soft_wrap=True)
+    policy, asked = _policy(options, spec), spec
+    spec = fitting(asked, policy)
+    places = _announcement(spec, on_this_host=options.launcher == "local", least_nodes=options.least_nodes)
+    console.print(places, style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = screen(spec)
     # What an earlier run left in the folder stays if this one is refused.
     aside = spec.folder / ".prediction" if before is not None else spec.folder
-    wanted = _wanted(options, aside, spec.world_size) if _to_predict(options) else None
+    fits = spec.world_size == asked.world_size or (options.mesh is None and options.plan is None)
+    wanted = _wanted(options, aside, spec.world_size) if fits and _to_predict(options) else None
     if wanted is not None:
         aside.mkdir(exist_ok=True)
     in_memory = memory_folder(options.memory_checkpoint_every is not None)
     with interrupts() as interrupted, beside(wanted) as worker, in_memory as variables:
-        worker, spec = _started(worker), replace(spec, environment=spec.environment | variables)
+        worker = _started(worker)
         stop_at_s = None if options.time_limit_s is None else time.time() + options.time_limit_s
         if stop_at_s is not None:
-            spec = replace(spec, environment=spec.environment | {"TUTTI_STOP_AT_S": repr(stop_at_s)})
-        policy = RestartPolicy(
-            max_restarts=options.max_restarts, min_ranks=options.min_ranks, on_failure=options.on_failure
-        )
-        with recovering(spec, policy, interrupted, say, options.grace_s, stop_at_s) as recovery:
+            variables = {**variables, "TUTTI_STOP_AT_S": repr(stop_at_s)}
+        asked, spec = (replace(one, environment=one.environment | variables) for one in (asked, spec))
+        numbered = options.has_number
+        with recovering(asked, policy, interrupted, say, options.grace_s, stop_at_s, has_number=numbered) as recovery:
             outcome = supervise(
                 launcher.start,
                 spec,
@@ -498,13 +519,30 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
     return conclude(outcome.spec or spec, outcome, has_job=has_job, is_first=spec.node_rank == 0)
 
 
+def _policy(options: RunOptions, spec: "LaunchSpec") -> "RestartPolicy":
+    """Return how the run goes on after failures, and with how many nodes and ranks."""
+    from tutti.launch.restarts import RestartPolicy
+
+    least = options.min_ranks
+    if least is None and options.elastic:
+        nodes = spec.nodes if options.least_nodes is None else options.least_nodes
+        least = nodes * (options.least_nproc or spec.ranks_per_node[0])
+    return RestartPolicy(
+        max_restarts=options.max_restarts,
+        min_ranks=least,
+        on_failure=options.on_failure,
+        least_nodes=options.least_nodes,
+        least_nproc=options.least_nproc,
+    )
+
+
 def _to_predict(options: RunOptions) -> bool:
     """Return whether to predict beside the run.
 
     A run that was planned just now has a prediction already; machines without a description cannot be predicted, and
     ranks that share a device are not.
     """
-    described = options.cluster is not None or options.nnodes == 1
+    described = (options.cluster is not None or options.nnodes == 1) and options.least_nodes is None
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
     stated = stated and options.relax == "exact"
     wanted = options.predict and not options.module and not options.share_device
@@ -531,12 +569,14 @@ def _await_prediction(worker: "Beside") -> None:
         warn(f"no prediction: {error}")
 
 
-def _announcement(spec: "LaunchSpec", *, on_this_host: bool) -> str:
+def _announcement(spec: "LaunchSpec", *, on_this_host: bool, least_nodes: int | None) -> str:
     from tutti.launch.launch_environment import granted_cores
 
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     ranks += " that may share devices" if "TUTTI_SHARE_DEVICE" in spec.environment else ""
     place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
+    if least_nodes is not None and spec.nodes > 1:
+        ranks, place = f"up to {ranks}", f" on {least_nodes} to {spec.nodes} nodes"
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
     cores = granted_cores()
     if on_this_host and spec.ranks_per_node[spec.node_rank] > cores:

@@ -5,11 +5,11 @@ Nothing here needs a network or imports anything heavy, because ranks are not st
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tutti.config.count_range import CountRange
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError, PlanError
 
@@ -27,13 +27,22 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What `tutti run` is asked for; `tutti.run` says what each option means."""
+    """What `tutti run` is asked for; `tutti.run` says what each option means.
+
+    Attributes:
+        least_nproc: fewest ranks of a node, where `nproc` is the most; None if their number is fixed.
+        least_nodes: fewest nodes, where `nnodes` is the most; None if their number is fixed.
+        has_number: whether somebody has numbered this node; else it takes the next free number.
+    """
 
     target: tuple[str, ...]
     module: bool = False
     nproc: tuple[int, ...] | None = None
+    least_nproc: int | None = None
     nnodes: int = 1
+    least_nodes: int | None = None
     node_rank: int = 0
+    has_number: bool = True
     rendezvous: str | None = None
     timeout_s: float = TIMEOUT_S
     adaptive_timeout: bool = False
@@ -68,6 +77,21 @@ class RunOptions:
     one_screen: bool = False
 
     @property
+    def elastic(self) -> bool:
+        """Whether the numbers of nodes or ranks may change while the run goes on."""
+        return self.least_nodes is not None or self.least_nproc is not None
+
+    @property
+    def nodes(self) -> str:
+        """The number of nodes as --nnodes has it."""
+        return str(self.nnodes) if self.least_nodes is None else f"{self.least_nodes}:{self.nnodes}"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on after failures, or with other numbers of nodes."""
+        return self.max_restarts > 0 or self.elastic
+
+    @property
     def name(self) -> str:
         """The run's name: the script's or module's name without its suffix."""
         return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
@@ -81,22 +105,29 @@ class RunOptions:
         return self.target[1:]
 
 
-def rank_counts(value: "int | str | Sequence[int] | None") -> tuple[int, ...] | None:
-    """Return the ranks per node of 4, "4", "2,1" or (2, 1); None for None.
+def options_from(
+    *,
+    nproc: tuple[int, ...] | CountRange | None = None,
+    nnodes: int | CountRange | None = None,
+    node_rank: int | None = None,
+    **given: Any,
+) -> RunOptions:
+    """Return the options, of which the numbers of ranks and nodes may be ranges.
 
-    Raises:
-        LaunchError: it is something else.
+    Args:
+        nproc: ranks per node.
+        nnodes: number of nodes; None for 1.
+        node_rank: the number of this node; None if it has none yet.
+        given: the other options, as RunOptions has them.
     """
-    if value is None:
-        return None
-    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
-    try:
-        counts = tuple(int(part) for part in parts)
-    except (ValueError, TypeError):
-        raise LaunchError(f"{value!r} is not a number; give ranks per node, such as 4, or 2,1") from None
-    if not counts or min(counts) < 1:
-        raise LaunchError(f"{value}: every node needs 1 rank or more")
-    return counts
+    options = RunOptions(node_rank=node_rank or 0, **given)
+    if isinstance(nproc, CountRange):
+        options = replace(options, nproc=(nproc.most,), least_nproc=nproc.least)
+    else:
+        options = replace(options, nproc=nproc)
+    if isinstance(nnodes, CountRange):
+        return replace(options, nnodes=nnodes.most, least_nodes=nnodes.least, has_number=node_rank is not None)
+    return replace(options, nnodes=nnodes or 1)
 
 
 def check_nodes(options: RunOptions) -> None:
@@ -111,7 +142,9 @@ def check_nodes(options: RunOptions) -> None:
             f"node ranks run from 0 to {options.nnodes - 1}"
         )
     if options.nnodes > 1 and options.rendezvous is None:
-        raise LaunchError(f"--nnodes {options.nnodes} needs a rendezvous; add --rendezvous HOST:PORT (of node 0)")
+        raise LaunchError(f"--nnodes {options.nodes} needs a rendezvous; add --rendezvous HOST:PORT (of node 0)")
+    if options.least_nodes is not None and options.nproc and len(options.nproc) > 1:
+        raise LaunchError("a range of nodes needs the same number of ranks on each; give --nproc one number or a range")
     if options.nproc and len(options.nproc) not in (1, options.nnodes):
         raise LaunchError(
             f"--nproc lists {len(options.nproc)} nodes, but --nnodes is {options.nnodes}; give one number for all "
@@ -148,11 +181,15 @@ def check_restarts(options: RunOptions) -> None:
     Raises:
         LaunchError: they contradict each other, or several nodes have no common folder.
     """
-    if options.max_restarts == 0 and (options.min_ranks is not None or options.on_failure != "replace"):
+    if options.elastic and options.launcher != "local":
+        raise LaunchError(
+            f"a range of nodes or ranks needs the launcher local, and --on is {options.launcher}; give one number"
+        )
+    if not options.goes_on and (options.min_ranks is not None or options.on_failure != "replace"):
         name = "--min-ranks" if options.min_ranks is not None else "--on-failure"
         raise LaunchError(f"{name} says how a run goes on after a failure; allow it to with --max-restarts N")
     if options.memory_checkpoint_every is not None:
-        if options.max_restarts == 0:
+        if not options.goes_on:
             raise LaunchError(
                 "--memory-checkpoint-every keeps checkpoints in memory for ranks that are started again; allow that "
                 "with --max-restarts N"
@@ -162,10 +199,11 @@ def check_restarts(options: RunOptions) -> None:
                 "--memory-checkpoint-every needs the launcher local, whose ranks share the memory of its node; leave "
                 f"it out, or --on {options.launcher}"
             )
-    if options.max_restarts and options.nnodes > 1 and _shared_folder(options) is None:
+    if options.goes_on and options.nnodes > 1 and _shared_folder(options) is None:
+        several = "" if options.elastic else "--max-restarts with "
+        several += f"--nnodes {options.nodes}"
         raise LaunchError(
-            f"--max-restarts with --nnodes {options.nnodes} goes on from checkpoints in a run folder that all nodes "
-            "see; name it with --folder"
+            f"{several} goes on from checkpoints in a run folder that all nodes see; name it with --folder"
         )
     if options.max_restarts and options.nnodes > 1 and options.launcher != "local":
         raise LaunchError(
@@ -184,7 +222,7 @@ def _shared_folder(options: RunOptions) -> Path | None:
 
 def joined_folder(options: RunOptions) -> Path | None:
     """Return the run folder of node 0, in which this node only takes part: None where it has one of its own."""
-    if options.node_rank == 0 or not options.max_restarts:
+    if options.node_rank == 0 or not options.goes_on:
         return None
     folder = _shared_folder(options)
     return None if folder is None else folder.resolve()
@@ -213,6 +251,22 @@ def duration_s(value: "str | float") -> float:
     if not 0 < seconds < math.inf:
         raise LaunchError(f"{str(value)!r} is no duration above 0; write seconds, or such as 90s, 45m or 2h30m")
     return seconds
+
+
+def placed_here(options: RunOptions) -> RunOptions:
+    """Return the options with this node's number: node 0 is on the host of --rendezvous, others are numbered later.
+
+    Raises:
+        LaunchError: the host of the rendezvous is not known.
+    """
+    if options.has_number or options.rendezvous is None:
+        return options
+    from tutti.launch import network
+
+    host, port = network.split_address(options.rendezvous)
+    if network.is_here(host) and network.is_port_free(port, host):
+        return replace(options, has_number=True)
+    return replace(options, node_rank=1)
 
 
 def own_count(options: RunOptions) -> int:
@@ -279,9 +333,7 @@ def ranks_per_node(options: RunOptions, plan: "Plan | None", mesh: int | None) -
         if wanted is None and options.nnodes == 1:
             return None
         if wanted is None:
-            raise LaunchError(
-                f"--nnodes {options.nnodes} needs the ranks per node; add --nproc N (or N,N,... per node)"
-            )
+            raise LaunchError(f"--nnodes {options.nodes} needs the ranks per node; add --nproc N (or N,N,... per node)")
         if wanted % options.nnodes:
             raise PlanError(
                 f"{place}: {wanted} ranks do not divide evenly among {options.nnodes} nodes; list the "

@@ -17,6 +17,7 @@ from tutti.clusters.cluster_job import (
     JobRequest,
     JobStatus,
     Scheduler,
+    TakesRanges,
     interrupts_held,
     read_record,
     write_record,
@@ -34,6 +35,7 @@ from tutti.commands.run_options import (
     given_plan,
     ranks_per_node,
 )
+from tutti.config.count_range import CountRange
 from tutti.config.run_folder import RunFolder, last_rows
 from tutti.environment import state_folder
 from tutti.errors import RESUMABLE, LaunchError, ScriptError, TuttiError
@@ -93,7 +95,7 @@ def submit(
     words: Sequence[str],
     *,
     on: str,
-    nnodes: int | None = None,
+    nnodes: int | CountRange | None = None,
     requests: Sequence[str] = (),
     hosts: str | None = None,
     dry_run: bool = False,
@@ -104,7 +106,7 @@ def submit(
         options: of `tutti run`; its folder and checkpoint to resume from are the job's.
         words: the other arguments of `tutti run`, as they were given.
         on: the scheduler's name.
-        nnodes: number of nodes; None for all that are named, or 1.
+        nnodes: number of nodes, or a range; None for all that are named, or 1.
         requests: settings of the job, such as "partition=gpu,time=2h".
         hosts: the hosts of a run over ssh, such as "node0:8,node1:8", or a file of them.
         dry_run: submit nothing.
@@ -119,7 +121,12 @@ def submit(
     if hosts is not None and on != "ssh":
         raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
     settings = with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
-    options = _on_nodes(options, scheduler.nodes(settings, nnodes), nnodes)
+    most = nnodes.most if isinstance(nnodes, CountRange) else nnodes
+    options = _on_nodes(options, scheduler.nodes(settings, most), most)
+    if isinstance(nnodes, CountRange):
+        same = options.nproc is not None and len(set(options.nproc)) == 1
+        nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
+        options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
     asked = options.folder
     if dry_run:
@@ -136,12 +143,15 @@ def submit(
         words=tuple(words),
         resume=options.resume.resolve() if isinstance(options.resume, Path) else options.resume,
         nodes=options.nnodes,
+        least_nodes=options.least_nodes,
         nproc=nproc,
         grace_s=options.grace_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
         settings=settings,
     )
+    if request.least_nodes is not None:
+        _check_range(scheduler, request, options.nodes, on)
     preview = scheduler.preview(request)
     if dry_run:
         return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
@@ -149,6 +159,12 @@ def submit(
         (folder / STAY_STOPPED).unlink()
     job = _started(scheduler, request, on)
     return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:
+    if not isinstance(scheduler, TakesRanges):
+        raise LaunchError(f"--nnodes {nodes}: jobs of {on} have one number of nodes; give one")
+    scheduler.check_range(request)
 
 
 def _started(scheduler: Scheduler, request: JobRequest, on: str) -> str:
@@ -214,7 +230,7 @@ def _checked(options: RunOptions) -> tuple[int, ...] | None:
         check_script(Path(options.script))
     check_relax(options)
     check_nodes(replace(options, rendezvous="node0:1" if options.nnodes > 1 else None))
-    check_restarts(options)
+    check_restarts(replace(options, folder=options.folder or Path("runs")))  # the run folder is made later
     return ranks_per_node(options, given_plan(options), given_mesh(options))
 
 

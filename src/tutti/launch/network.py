@@ -75,14 +75,32 @@ def check_host_is_here(host: str) -> None:
     Raises:
         LaunchError: the host has no address of this machine.
     """
-    addresses = resolve(host)
-    interfaces = local_addresses()
-    if not any(ip in interfaces or ip.startswith("127.") or ip == "::1" for ip in addresses):
+    if not is_here(host):
+        addresses = resolve(host)
         raise LaunchError(
             f"--rendezvous names {host} ({addresses[0]}), which is not an address of {socket.gethostname()}, "
             f"where node rank 0 was started; name this machine ({next(iter(outside_addresses()), '127.0.0.1')}), or "
             f"run node rank 0 on {host}"
         )
+
+
+def is_here(host: str) -> bool:
+    """Return whether a host name has an address of this machine.
+
+    Raises:
+        LaunchError: the name is not known.
+    """
+    interfaces = local_addresses()
+    return any(ip in interfaces or ip.startswith("127.") or ip == "::1" for ip in resolve(host))
+
+
+def is_port_free(port: int, host: str) -> bool:
+    """Return whether a process can listen on `port` of this machine's addresses of a host name."""
+    try:
+        check_port_free(port, host)
+    except LaunchError:
+        return False
+    return True
 
 
 def check_port_free(port: int, host: str = "localhost") -> None:

@@ -3,71 +3,45 @@
 Each node starts and watches its own ranks, and reports how a generation ended there. As soon as one node's ranks fail,
 or a node is lost, the others end theirs; when all have reported, the next generation is the same for all. A node that
 comes again while the run goes on with fewer ranks lets the others pause with a checkpoint, and takes part from there.
+
+With a range of nodes (`--nnodes 1:4`) the run begins with those that there are. One that is told to stop leaves with a
+checkpoint, and the others go on; only node 0 stops all. Where too few are left, the run waits for others.
 """
 
 import contextlib
 import math
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
-from tutti.config.safe_text import plain_text
-from tutti.errors import RESUMABLE, LaunchError, SpecError, TuttiError
-from tutti.job_secret import find_secret, mac
+from tutti.errors import RESUMABLE, SpecError, TuttiError
 from tutti.launch.failure import LOST_NODE, Failure
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.network import split_address
-from tutti.launch.node_link import LOST_S, Message, NodeLink, admit
+from tutti.launch.node_door import TOKEN_FILE, Node, NodeDoor, NodeEvents, NodeTable
+from tutti.launch.node_link import Message, NodeLink
 from tutti.launch.restarts import RestartPolicy, Restarts, full_plan, smaller
 from tutti.launch.supervisor import TIME_LIMIT_CODE, Outcome, Restart
-from tutti.network_interfaces import EVERYWHERE, here_address
-
-TOKEN_FILE = ".nodes"
-"""The file in the run folder by which nodes see that they share it."""
+from tutti.network_interfaces import EVERYWHERE
 
 REPORT_S = 60.0
 """Seconds that a node has to end its ranks and to report, once another node's have failed."""
 
 _LOOK_S = 0.2
 
-_MOST_UNPROVED = 64
-"""Connections that may be about to prove the secret at once."""
+JOIN_S = 10.0
+"""Seconds that a run which may begin with fewer nodes waits for more, after the last one has come."""
 
-_LEFT_S = LOST_S + 2
-"""Seconds that a node waits for the place of one that may be lost, before it is refused."""
+_SETTLE_S = 2.0
+"""Seconds that ranks which are to pause for a node that has come go on, as others may come right after it."""
 
 _RESUMING = {"TUTTI_RESUME", "TUTTI_RESTARTED"}
-
-_Events = queue.Queue[tuple[NodeLink, Message | None]]
-
-
-@dataclass(slots=True)
-class _Node:
-    """A node that is connected.
-
-    Attributes:
-        number: the number that it was started with.
-        capacity: how many ranks it may have.
-        told: whether it knows why the next generation follows.
-        is_new: whether nobody has looked yet for ranks that it may get.
-        report: how the current generation ended there; None while it runs.
-    """
-
-    number: int
-    link: NodeLink
-    host: str
-    capacity: int
-    told: bool = False
-    is_new: bool = True
-    report: Message | None = None
 
 
 @dataclass(slots=True)
@@ -87,83 +61,12 @@ class _Placed:
     until: float = math.inf
     called_off: bool = False
     pausing: bool = False
-    lost: dict[int, _Node] = field(default_factory=dict)
+    lost: dict[int, Node] = field(default_factory=dict)
 
     def ranks_of(self, number: int) -> tuple[int, ...]:
         """Return the ranks of a node."""
         first = sum(count for node, count in self.counts.items() if node < number)
         return tuple(range(first, first + self.counts[number]))
-
-
-class _Door:
-    """Listens at the rendezvous, and lets nodes in that know the secret and were started by the same command.
-
-    Args:
-        spec: what node 0 was asked to start.
-        policy: how often, and with how many ranks, the run goes on.
-        events: takes the links of nodes, and what they say of themselves.
-    """
-
-    def __init__(self, spec: LaunchSpec, policy: RestartPolicy, events: "_Events") -> None:
-        host, port = split_address(spec.rendezvous or "")
-        self._spec, self._policy, self._events, self._secret = spec, policy, events, find_secret()
-        self.address = (here_address(host, spans_hosts=True), port)
-        self._closed, self._unproved = threading.Event(), threading.BoundedSemaphore(_MOST_UNPROVED)
-        family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
-        try:
-            self._listener = socket.create_server(self.address, family=family, backlog=1024)
-        except OSError as error:
-            raise LaunchError(
-                f"node 0 cannot wait for the other nodes at {host}:{port} ({error.strerror or error}); choose another "
-                "port with --rendezvous HOST:PORT"
-            ) from None
-        threading.Thread(target=self._listen, name="tutti node door", daemon=True).start()
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _listen(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # as for lack of descriptors, which strangers may take for a while
-                self._closed.wait(_LOOK_S)
-                continue
-            if not self._unproved.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._answer, args=(connection,), name="tutti node hello", daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            admitted = admit(connection, self._secret)
-        finally:
-            self._unproved.release()
-        if admitted is None:
-            return
-        link, hello = admitted
-        if refusal := self._refusal(hello):
-            link.send({"refusal": refusal})
-            link.close()
-        else:
-            self._events.put((link, {"kind": "hello", **hello}))
-
-    def _refusal(self, hello: Message) -> str:
-        """Say why a node may not take part; an empty string if it may."""
-        number = hello.get("node")
-        who = f"node {number} on {hello.get('host')}"
-        if not isinstance(number, int) or not 0 <= number < self._spec.nodes:
-            return f"{who} has no place among {self._spec.nodes} nodes; give all nodes the same --nnodes"
-        for name, value in describe(self._spec, self._policy, self._secret).items():
-            if hello.get(name) != value:
-                differs = f"with {name} {hello.get(name)}, and node 0 with {value}"
-                differs = "with other arguments of the script than node 0" if name == "arguments" else differs
-                return f"{who} was started {differs}; give all nodes the same command, except for --node-rank"
-        return ""
 
 
 class NodeLeader:
@@ -184,21 +87,20 @@ class NodeLeader:
         self._stop_at_s = math.inf if stop_at_s is None else stop_at_s
         self._plan: Plan | None = None  # of all ranks, once it is known
         self._stopped: Message | None = None  # how a node was stopped, which ends the run
-        self._queued: list[tuple[float, NodeLink, Message]] = []  # until when they wait for a place that is taken
         self._port: int | None = None  # where the ranks of the next generation meet; 0: it is asked for
         self._all = replace(spec, ranks_per_node=(spec.world_size,), node_rank=0, rendezvous=None)
-        self._nodes: dict[int, _Node] = {}
+        self._table = NodeTable(spec, self._token)
+        self._nodes = self._table.nodes
         self._restarts = Restarts(
             policy, self._all, fewer=self._fewer, memory_step=lambda _: _memory_step(self._nodes.values())
         )
-        self._coming: list[_Node] = []  # those that have not seen the run folder yet
-        self._events: _Events = queue.Queue()
+        self._events: NodeEvents = queue.Queue()
         self._placed: _Placed | None = None
         self._next: Restart | None = Restart(spec=self._all, delay_s=0.0, message="")
         self._failed: Failure | None = None  # what the next generation follows
         self._begun, self._deadline = False, time.monotonic() + spec.timeout_s
         self._ended = threading.Event()
-        self._door = _Door(spec, policy, self._events)
+        self._door = NodeDoor(spec, policy, self._events)
         (spec.folder / TOKEN_FILE).write_text(self._token)
         self._thread = threading.Thread(target=self._lead, name="tutti node leader", daemon=True)
         self._thread.start()
@@ -214,8 +116,7 @@ class NodeLeader:
         self._ended.set()
         self._thread.join(5)
         self._door.close()
-        for link in [*(node.link for node in (*self._nodes.values(), *self._coming)), *(q[1] for q in self._queued)]:
-            link.close()
+        self._table.close()
         (self._spec.folder / TOKEN_FILE).unlink(missing_ok=True)
 
     def _lead(self) -> None:
@@ -236,48 +137,36 @@ class NodeLeader:
     def _take(self, link: NodeLink, message: Message | None) -> None:
         kind = None if message is None else message.get("kind")
         if message is not None and kind == "hello":
-            self._welcome(link, message)
+            link.start(lambda one, said: self._events.put((one, said)))
+            self._table.queue(link, message)
             return
-        node = next((one for one in [*self._nodes.values(), *self._coming] if one.link is link), None)
-        if node is None:
+        node = self._table.of_link(link)
+        if node is None or self._table.begin(node, is_ready=kind == "ready"):
             return
-        if node in self._coming:
-            self._coming.remove(node)
-            if kind == "ready" and node.number not in self._nodes:
-                self._nodes[node.number] = node
-            else:
-                link.close()
-        elif message is None:
+        if message is None:
             self._lose(node)
         elif kind == "port":
             self._port = int(message["port"])
         elif kind == "report":
             node.report = message
         if message is not None and (kind == "leave" or message.get("status") == "stopped"):
+            self._take_stop(node, message, was_told=kind == "leave" or bool(message.get("was_told")))
+
+    def _take_stop(self, node: Node, message: Message, *, was_told: bool) -> None:
+        """Take in that a node has stopped. Where their number may change, a node leaves alone, except for node 0.
+
+        Args:
+            was_told: whether it was told to stop there, and not by the ranks of another node or the time limit.
+        """
+        if not self._policy.elastic or (was_told and node.number == 0):
             self._stopped = {"resumable": False, **message, "status": "stopped"}
             node.report = self._stopped
+        elif was_told:
+            node.leaves = True
+            if message["kind"] == "leave":  # it waits for no answer
+                self._lose(node)
 
-    def _welcome(self, link: NodeLink, hello: Message) -> None:
-        link.start(lambda one, said: self._events.put((one, said)))
-        self._queued.append((time.monotonic() + _LEFT_S, link, hello))
-
-    def _let_in(self) -> None:
-        """Let in nodes whose place is free; refuse them where it stays taken by a node that lives."""
-        for until, link, hello in [*self._queued]:
-            number, host = int(hello["node"]), plain_text(str(hello["host"]))
-            taken = self._nodes.get(number)
-            if taken is not None and time.monotonic() < until:
-                continue
-            self._queued.remove((until, link, hello))
-            if taken is None:
-                self._coming.append(_Node(number, link, host, self._spec.ranks_per_node[number]))
-                link.send({"kind": "welcome", "folder": str(self._spec.folder), "token": self._token})
-            else:
-                refusal = f"node {number} on {host} cannot take part, as node {number} runs on {taken.host} already"
-                link.send({"refusal": f"{refusal}; end that one, or correct --node-rank"})
-                link.close()
-
-    def _lose(self, node: _Node) -> None:
+    def _lose(self, node: Node) -> None:
         del self._nodes[node.number]
         node.link.close()
         self._port = None  # it may have been asked for one
@@ -288,15 +177,17 @@ class NodeLeader:
     # What follows.
 
     def _go_on(self) -> None:
-        self._let_in()
+        self._table.let_in()
         if self._next is not None:
             self._gather(self._next)
             return
         generation = self._placed
         assert generation is not None
         running = self._running(generation)
-        failed = bool(generation.lost) or any((node.report or {}).get("status") == "failed" for node in running)
-        if self._stopped is not None and generation.until == math.inf:  # the ranks agree to stop, unless they hang
+        said = {(node.report or {}).get("status") for node in running}
+        failed = bool(generation.lost) or "failed" in said
+        stopping = self._stopped is not None or ("stopped" in said and not failed)
+        if stopping and generation.until == math.inf:  # the ranks agree to stop, unless they hang
             generation.until = time.monotonic() + REPORT_S + self._grace_s
         elif self._stopped is None and failed and (not generation.called_off or generation.pausing):
             self._call_off(generation, "end", "")
@@ -313,20 +204,22 @@ class NodeLeader:
         if all(node.report is not None for node in self._running(generation)):
             self._decide(generation)
 
-    def _running(self, generation: _Placed) -> list[_Node]:
+    def _running(self, generation: _Placed) -> list[Node]:
         """Return the nodes of a generation that are not lost; one that has come again since then is not of it."""
         return [self._nodes[number] for number in generation.counts if number not in generation.lost]
 
     def _come_for(self, generation: _Placed) -> str:
         """Name the nodes that have come and with which more ranks could run; an empty string if there are none."""
         new = [node for node in self._nodes.values() if node.is_new]
+        if self._policy.elastic and time.monotonic() < self._table.last_came_s + _SETTLE_S:
+            return ""
         for node in new:
             node.is_new = False
-        if not new or self._policy.on_failure != "shrink":
+        if not new or not (self._policy.elastic or self._policy.on_failure == "shrink"):
             return ""
         with contextlib.suppress(TuttiError, OSError):
             if self._largest().world_size > generation.spec.world_size:
-                return " and ".join(f"node {node.number} on {node.host}" for node in new)
+                return " and ".join(node.words for node in new)
         for node in new:
             node.link.send({"kind": "note", "message": _without_ranks(node)})
         return ""
@@ -340,17 +233,24 @@ class NodeLeader:
 
     def _decide(self, generation: _Placed) -> None:
         self._plan = self._plan or full_plan(self._all)
-        reports = [node.report for node in self._running(generation) if node.report is not None]
-        statuses = {report["status"] for report in reports}
+        reports = {node.number: node.report for node in self._running(generation) if node.report is not None}
+        statuses = {report["status"] for report in reports.values()}
+        leaving = [node for node in self._running(generation) if node.leaves]
+        failure = _cause(generation, [*reports.values()])
         if self._stopped is not None:
             self._finish(None, "", end=self._stopped)
             return
-        failure = _cause(generation, reports)
-        if failure is None and (statuses == {"completed"} or not generation.pausing):
+        if failure is None and not leaving and "stopped" in statuses:  # by the time limit
+            self._finish(None, "", end=next(said for said in reports.values() if said["status"] == "stopped"))
+            return
+        if failure is None and not leaving and (statuses == {"completed"} or not generation.pausing):
             self._finish(None, "", end={"status": "completed"})
             return
+        for node in leaving:
+            node.link.send(_ended({**reports[node.number], "status": "stopped"}))
+            del self._nodes[node.number]
         try:
-            following = self._after(generation, failure)
+            following = self._after(generation, failure, leaving)
         except (TuttiError, OSError) as error:
             following = Outcome(status="failed", exit_code=1, failure=failure, given_up=str(error))
         if isinstance(following, Outcome):
@@ -359,52 +259,77 @@ class NodeLeader:
         self._placed, self._next, self._failed, self._port = None, following, failure, None
         self._deadline = time.monotonic() + self._spec.timeout_s
 
-    def _after(self, generation: _Placed, failure: Failure | None) -> Restart | Outcome:
-        if failure is None:
-            return self._restarts.grown(self._largest())
-        outcome = Outcome(status="failed", exit_code=failure.exit_code or 1, failure=failure)
-        return self._restarts.after(generation.spec, outcome)
+    def _after(self, generation: _Placed, failure: Failure | None, leaving: list[Node]) -> Restart | Outcome:
+        if failure is not None:
+            outcome = Outcome(status="failed", exit_code=failure.exit_code or 1, failure=failure)
+            return self._restarts.after(generation.spec, outcome)
+        following = self._restarts.grown(self._largest())
+        if not leaving:
+            return following
+        left = f"{' and '.join(node.words for node in leaving)} left with a checkpoint, as it was told to stop there"
+        return replace(following, message=f"{left}\n{following.message}")
 
     def _fewer(self, failure: Failure) -> LaunchSpec:
-        """Return what the nodes that are there have room for, without the places of ranks that have failed."""
+        """Return what the nodes that are there have room for, without ranks that have failed if none is replaced."""
         assert self._placed is not None
-        for node in self._running(self._placed):
+        for node in self._running(self._placed) if self._policy.on_failure == "shrink" else ():
             node.capacity -= len(set(self._placed.ranks_of(node.number)) & set(failure.ranks))
         return self._largest()
 
     def _largest(self) -> LaunchSpec:
-        """Return the largest generation that the nodes that are there have room for."""
-        return smaller(self._all, self._room(), self._policy.least or 1, self._plan)
+        """Return the largest generation that there is room for; if it is too small, one that has to wait for nodes."""
+        least = self._policy.least or 1
+        room = max(self._table.room, least) if self._policy.elastic else self._table.room
+        return smaller(self._all, room, least, self._plan)
 
-    def _room(self) -> int:
-        return sum(node.capacity for node in self._nodes.values())
+    def _fitted(self, following: Restart) -> Restart:
+        """Return a generation with all the ranks that there is room for now, where their number may change."""
+        if not self._policy.elastic:
+            return following
+        largest = self._largest()
+        if largest.world_size == following.spec.world_size:
+            return following
+        kept = {name: value for name, value in following.spec.environment.items() if name in _RESUMING}
+        variables = {name: value for name, value in largest.environment.items() if name not in _RESUMING} | kept
+        message = f"{following.message}\nwith {largest.world_size} ranks by now".strip()
+        return replace(following, spec=replace(largest, environment=variables), message=message if self._begun else "")
+
+    def _may_start(self, following: Restart) -> bool:
+        """Return whether the nodes are there that the next generation needs, and no others are to be waited for."""
+        missing = self._table.missing
+        if not self._policy.elastic:
+            return self._table.room >= following.spec.world_size and (self._begun or not missing)
+        enough = len(self._nodes) >= (self._policy.least_nodes or self._spec.nodes)
+        enough = enough and self._table.room >= (self._policy.least or 1)
+        return enough and (self._begun or not missing or time.monotonic() > self._table.last_came_s + JOIN_S)
 
     def _gather(self, following: Restart) -> None:
         """Start the next generation as soon as there is room for it."""
-        missing = [number for number in range(self._spec.nodes) if number not in self._nodes]
-        late = f"{_numbered(missing)} did not come within {self._spec.timeout_s:g} s"
+        missing, needed = self._table.missing, self._policy.least_nodes or self._spec.nodes
+        late, where = f"{_numbered(missing)} did not come within {self._spec.timeout_s:g} s", "there"
+        if self._policy.elastic:
+            late = f"{len(self._nodes)} of at least {needed} nodes were there within {self._spec.timeout_s:g} s"
+            where = "on more"
         if self._stopped is not None:
             self._finish(None, "", end=self._stopped)
         elif time.time() + following.delay_s >= self._stop_at_s:
             written = bool(RunFolder(self._spec.folder).checkpoint_times())
             code = RESUMABLE if written else TIME_LIMIT_CODE
             self._finish(None, "", end={"status": "stopped", "exit_code": code, "resumable": written})
-        elif self._room() >= following.spec.world_size and (self._begun or not missing):
-            self._start(following)
+        elif self._may_start(following):
+            self._start(self._fitted(following))
+        elif time.monotonic() > self._deadline and self._failed is None and self._begun:
+            self._finish(None, "", end={"status": "stopped", "exit_code": RESUMABLE, "resumable": True})
         elif time.monotonic() > self._deadline and self._failed is None:
-            self._finish(None, "", refusal=f"{late}; start `tutti run` there, or wait longer (--timeout)")
+            self._finish(None, "", refusal=f"{late}; start `tutti run` {where}, or wait longer (--timeout)")
         elif time.monotonic() > self._deadline:
             self._finish(self._failed, f"{late}, so the run was not started again")
         elif self._begun:
             each = "" if len(missing) == 1 else " on each"
-            words = (
-                f"{following.message}\nwaiting up to {self._spec.timeout_s:g} s for {_numbered(missing)}: start the "
-                f"same command there again{each}, or use --on-failure shrink"
-            )
-            for node in self._nodes.values():
-                if not node.told:
-                    node.link.send({"kind": "note", "message": words})
-                    node.told = True
+            wanted = f"{_numbered(missing)}: start the same command there again{each}, or use --on-failure shrink"
+            if self._policy.elastic:
+                wanted = f"more nodes, as it goes on with {needed} or more: start the same command on them"
+            self._table.tell(f"{following.message}\nwaiting up to {self._spec.timeout_s:g} s for {wanted}")
 
     def _start(self, following: Restart) -> None:
         """Place the ranks, and start them once the first node has found a port for them to meet at."""
@@ -419,6 +344,7 @@ class NodeLeader:
             first.link.send({"kind": "port"})
         if not self._port:
             return
+        first_one = not self._begun
         self._begun, self._next, self._placed = True, None, _Placed(following.spec, counts)
         host = split_address(self._spec.rendezvous or "")[0] if first.number == 0 else first.link.address
         host = f"[{host}]" if ":" in host else host
@@ -426,6 +352,8 @@ class NodeLeader:
         for node in self._nodes.values():
             node.report, node.is_new = None, False
             message, node.told = "" if node.told else following.message, False
+            if first_one and self._table.missing:
+                message = f"{len(self._nodes)} of up to {self._spec.nodes} nodes are there, so the run begins"
             if node.number not in counts:
                 node.link.send({"kind": "note", "message": f"{message}\n{_without_ranks(node)}".strip()})
                 continue
@@ -445,11 +373,15 @@ class NodeLeader:
 
     def _finish(self, failure: Failure | None, given_up: str, refusal: str = "", end: Message | None = None) -> None:
         said = None if failure is None else serialization.to_data(failure)
-        told = {"status": "failed", "exit_code": 1, "resumable": False, **(end or {})}
-        told |= {"kind": "finish", "failure": said, "given_up": given_up, "refusal": refusal}
         for node in self._nodes.values():
-            node.link.send(told)
+            node.link.send(_ended({**(end or {}), "failure": said, "given_up": given_up, "refusal": refusal}))
         self._ended.set()
+
+
+def _ended(end: Message) -> Message:
+    """Return the message that the run is over for a node."""
+    nothing = {"status": "failed", "exit_code": 1, "resumable": False, "failure": None, "given_up": "", "refusal": ""}
+    return {**nothing, **end, "kind": "finish"}
 
 
 def _cause(generation: _Placed, reports: list[Message]) -> Failure | None:
@@ -483,33 +415,19 @@ def _cause(generation: _Placed, reports: list[Message]) -> Failure | None:
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
-def _memory_step(nodes: Iterable[_Node]) -> int | None:
+def _memory_step(nodes: Iterable[Node]) -> int | None:
     """Return the step of the newest checkpoint that nodes have in memory, as they report; None if they have none."""
     steps = [(node.report or {}).get("memory_step") for node in nodes]
     return max((step for step in steps if isinstance(step, int)), default=None)
 
 
-def _without_ranks(node: _Node) -> str:
+def _without_ranks(node: Node) -> str:
     if not node.capacity:
         return (
             "the ranks of this node have failed, so the run goes on without it; end this `tutti run` and start it "
             "again to take part"
         )
     return "the run goes on without ranks here, as there is no use for more; this node waits"
-
-
-def describe(spec: LaunchSpec, policy: RestartPolicy, secret: bytes) -> dict[str, Any]:
-    """Return what must be the same in the commands of all nodes, by the option's name; of arguments only a code."""
-    return {
-        "--nnodes": spec.nodes,
-        "--nproc": list(spec.ranks_per_node),
-        "script": spec.target.rpartition("/")[2],
-        "arguments": mac(secret, "arguments", list(spec.arguments)).hex(),
-        "--max-restarts": policy.max_restarts,
-        "--min-ranks": policy.min_ranks,
-        "--on-failure": policy.on_failure,
-        "--memory-checkpoint-every": spec.environment.get("TUTTI_MEMORY_CHECKPOINT_EVERY"),
-    }
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -20,9 +20,11 @@ from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
 from tutti.launch.network import split_address
-from tutti.launch.node_leader import TOKEN_FILE, NodeLeader, describe
+from tutti.launch.node_door import TOKEN_FILE, describe
+from tutti.launch.node_leader import NodeLeader
 from tutti.launch.node_link import Message, NodeLink, join
-from tutti.launch.restarts import RestartPolicy, Restarts
+from tutti.launch.places import places_here
+from tutti.launch.restarts import RestartPolicy, Restarts, fitting
 from tutti.launch.supervisor import Interrupts, Outcome, Recovery, Restart
 from tutti.network_interfaces import here_address
 from tutti.surviving_rank import LeftBehind
@@ -42,6 +44,7 @@ class NodeMember:
         interrupted: the signals received so far.
         say: takes messages for the user.
         address: where node 0 listens.
+        has_number: whether the number in `spec` is this node's, or node 0 gives it one.
     """
 
     def __init__(
@@ -51,14 +54,19 @@ class NodeMember:
         interrupted: Interrupts,
         say: Callable[[str], None],
         address: tuple[str, int],
+        *,
+        has_number: bool,
     ) -> None:
         self._asked, self._policy, self._interrupted, self._say = spec, policy, interrupted, say
         secret = find_secret()
-        hello = {"node": spec.node_rank, "host": socket.gethostname(), **describe(spec, policy, secret)}
+        number = spec.node_rank if has_number else None
+        ranks = places_here(spec.local_world_size, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
+        ranks = spec.local_world_size if policy.least_nproc is None else ranks
+        hello = {"node": number, "host": socket.gethostname(), "ranks": ranks, **describe(spec, policy, secret)}
         self._decisions: queue.Queue[Message | None] = queue.Queue()
         self._called: Literal["", "end", "pause"] = ""
         self._link, welcome = join(address, secret, hello, spec.timeout_s, self._is_interrupted)
-        self._leader_folder = str(welcome["folder"])
+        self._leader_folder, self._asked = str(welcome["folder"]), replace(spec, node_rank=int(welcome["node"]))
         self._link.start(self._take)
         self._check_folder(spec.folder, str(welcome["token"]))
         self._link.send({"kind": "ready"})
@@ -91,6 +99,7 @@ class NodeMember:
         status = "called off" if outcome.called_off else outcome.status
         failure = None if outcome.failure is None else serialization.to_data(shortened(outcome.failure))
         end = {"exit_code": outcome.exit_code, "resumable": outcome.resumable, "memory_step": newest_step(spec)}
+        end["was_told"] = outcome.signal is not None
         self._link.send({"kind": "report", "status": status, "failure": failure, **end})
         return self._decision(outcome)
 
@@ -206,28 +215,32 @@ def recovering(
     say: Callable[[str], None],
     grace_s: float,
     stop_at_s: float | None,
+    *,
+    has_number: bool = True,
 ) -> Iterator[Recovery | None]:
     """Yield what decides how the run goes on after failures; None where they end it.
 
     Args:
-        spec: what was asked for on this node.
+        spec: what was asked for on this node, with the most ranks.
         policy: how often, and with how many ranks, the run goes on.
         interrupted: the signals received so far.
         say: takes messages for the user.
         grace_s: seconds that ranks have to write a checkpoint.
         stop_at_s: Unix time at which the run ends; None: no limit.
+        has_number: whether the number in `spec` is this node's, or node 0 gives it one.
 
     Raises:
         LaunchError: this node cannot take part in a run over several nodes.
     """
-    if not policy.max_restarts or spec.nodes == 1:
-        yield Restarts(policy, spec) if policy.max_restarts else None
+    if not policy.goes_on or spec.nodes == 1:
+        fewer = (lambda failure: fitting(spec, policy)) if policy.elastic else None
+        yield Restarts(policy, spec, fewer) if policy.max_restarts else None
         return
     leader = NodeLeader(spec, policy, grace_s, stop_at_s) if spec.node_rank == 0 else None
     try:
         host, port = split_address(spec.rendezvous or "")
         address = leader.reachable if leader is not None else (here_address(host, spans_hosts=True), port)
-        member = NodeMember(spec, policy, interrupted, say, address)
+        member = NodeMember(spec, policy, interrupted, say, address, has_number=has_number)
         try:
             yield member
         finally:

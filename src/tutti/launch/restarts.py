@@ -18,9 +18,10 @@ from tutti.config.run_folder import TAIL_NBYTES, RunFolder, last_rows
 from tutti.config.sync_notation import parse_sync
 from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError, TuttiError
-from tutti.launch.failure import Failure, sentence
+from tutti.launch.failure import LOST_NODE, Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
+from tutti.launch.places import places_here
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
@@ -43,16 +44,30 @@ class RestartPolicy:
         max_restarts: how often the ranks may be started again.
         min_ranks: fewest ranks to go on with; None to go on with all of them.
         on_failure: whether a rank that failed is replaced, or left out.
+        least_nodes: fewest nodes to go on with; None if their number is fixed.
+        least_nproc: fewest ranks of a node; None if their number is fixed.
     """
 
     max_restarts: int = 0
     min_ranks: int | None = None
     on_failure: OnFailure = "replace"
+    least_nodes: int | None = None
+    least_nproc: int | None = None
 
     @property
     def least(self) -> int | None:
         """Fewest ranks to go on with; None if no rank may be left out."""
         return self.min_ranks or (1 if self.on_failure == "shrink" else None)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run takes as many nodes and ranks as there are, and goes on when they change."""
+        return self.least_nodes is not None or self.least_nproc is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on after anything at all."""
+        return self.max_restarts > 0 or self.elastic
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +145,17 @@ class Restarts:
         written: Callable[[int], LeftBehind | None],
     ) -> Restart | str:
         """Return the next generation, or why there is none; "" if none was asked for."""
-        if not self._policy.max_restarts:
+        counted = not (self._policy.elastic and failure.error == LOST_NODE)  # a node may leave an elastic run
+        if counted and not self._policy.max_restarts:
             return ""
         place = self._records.place(spec)
         if self._cannot_run_again(failure, place):
             return self._with_new_processes(spec, failure, place)
         if failure.kind == "user":
             return ""
-        repeated = self._repeats(spec, failure, place)
+        repeated = counted and self._repeats(spec, failure, place)
         self._last = spec, failure, place
-        if self._used >= self._policy.max_restarts:
+        if counted and self._used >= self._policy.max_restarts:
             times = "once" if self._used == 1 else f"{self._used} times"
             return f"the ranks had been started again {times}, and --max-restarts allows no more"
         least = self._policy.least
@@ -150,14 +166,14 @@ class Restarts:
                 f"{self._batch_of(failure)}"
             )
         following, lost = spec, [rank for rank in spec.ranks if rank not in waiting]
-        if starting or self._policy.on_failure == "shrink":
+        if starting or self._policy.elastic or self._policy.on_failure == "shrink":
             try:
                 left = spec.world_size - len(failure.ranks)
                 following = self._fewer(failure) if self._fewer is not None else smaller(spec, left, least or 1)
             except (TuttiError, OSError) as error:  # also a plan that cannot be read or written
                 return f"it cannot go on with fewer ranks: {error}"
-        self._used += 1
-        self._idle = 0 if place.completed else self._idle + 1
+        self._used += counted
+        self._idle = 0 if place.completed or not counted else self._idle + 1
         delay_s = 0.0 if self._idle < 1 else min(2.0 ** (self._idle - 1), LONGEST_DELAY_S)
         following, source = self._continued(following)
         survivors, refusal = _survivors(spec, following, waiting, {rank: written(rank) for rank in lost})
@@ -166,7 +182,7 @@ class Restarts:
             source = f"after step {survivors.step} from the memory of rank {ended}"
         elif waiting and not source.startswith(_FROM_MEMORY):
             source = f"{source} (not from memory: {refusal})"
-        message = self._message(spec, following, failure, place, source, delay_s)
+        message = self._message(spec, following, failure, place, source, delay_s, counted)
         self._survivors = survivors
         return Restart(spec=following, delay_s=delay_s, message=message, survivors=survivors)
 
@@ -218,14 +234,21 @@ class Restarts:
         return replace(spec, environment=spec.environment | variables), here if in_memory else f"from {newest}"
 
     def _message(
-        self, spec: LaunchSpec, following: LaunchSpec, failure: Failure, place: _Place, source: str, delay_s: float
+        self,
+        spec: LaunchSpec,
+        following: LaunchSpec,
+        failure: Failure,
+        place: _Place,
+        source: str,
+        delay_s: float,
+        counted: bool,
     ) -> str:
         failed = sentence(spec, replace(failure, traceback=""))
         ranks = _count(following)
         go = "go" if following.world_size > 1 else "goes"
         waits = f" in {delay_s:g} s" if delay_s else ""
-        number = f"restart {self._used} of {self._policy.max_restarts}"
-        return f"{failed} ({place.words})\n{number}{waits}: {ranks} {go} on {source}"
+        number = f"restart {self._used} of {self._policy.max_restarts}{waits}: " if counted else ""
+        return f"{failed} ({place.words})\n{number}{ranks} {go} on {source}"
 
 
 def _count(spec: LaunchSpec) -> str:
@@ -291,6 +314,29 @@ def smaller(spec: LaunchSpec, most: int, least: int, plan: Plan | None = None) -
     elif "TUTTI_MESH" in environment or set(shrunk.mesh) != {"replicate"}:
         environment["TUTTI_MESH"] = ",".join(f"{axis}={degree}" for axis, degree in shrunk.mesh.items())
     return replace(spec, ranks_per_node=(shrunk.world_size,), environment=environment)
+
+
+def fitting(spec: LaunchSpec, policy: RestartPolicy) -> LaunchSpec:
+    """Return what to start on one node: as many ranks as there are places for, if their number may change.
+
+    Args:
+        spec: what was asked for, with the most ranks.
+        policy: with how many ranks the run goes on.
+
+    Raises:
+        LaunchError: there are too few places, or the plan does not allow it.
+    """
+    if policy.least_nproc is None or spec.nodes > 1:
+        return spec
+    most, least = spec.world_size, policy.least or 1
+    places = places_here(most, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
+    if places < least:
+        room = f"{places} rank{'s' if places != 1 else ''}"
+        raise LaunchError(
+            f"--nproc {least}:{most}: this host has room for {room}, one on each GPU or, without GPUs, on each core; "
+            "ask for fewer, or let ranks share a GPU with --share-device"
+        )
+    return spec if places == most else smaller(spec, places, least)
 
 
 def full_plan(spec: LaunchSpec) -> Plan | None:

@@ -171,6 +171,29 @@ def devices_here(values: Mapping[str, str], ask: Ask = ask_nvidia_smi) -> list[V
     return devices_of(values.get(VARIABLE), gpus) if gpus else None
 
 
+def count_here(values: Mapping[str, str], ask: Ask = ask_nvidia_smi, root: Path = SYS) -> int | None:
+    """Return how many GPUs processes of this host may use, of NVIDIA or AMD; None where there is none.
+
+    Args:
+        values: those of the variables that are set.
+        ask: asks nvidia-smi.
+        root: the folder /sys, where the driver of AMD lists its GPUs.
+
+    Raises:
+        LaunchError: a driver would not use a variable as it was meant.
+    """
+    devices = devices_here(values, ask)
+    if devices is not None:
+        return len(devices) or None
+    check_others(values, root)
+    count = _count_of_amd(root)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", VARIABLE):
+        if name in values:
+            chosen = [entry for entry in values[name].split(",") if entry.strip() not in _HIDES_ALL]
+            count = min(count, len(chosen))
+    return count or None
+
+
 def order_is_known(values: Mapping[str, str], ask: Ask = ask_nvidia_smi) -> bool:
     """Return whether CUDA numbers GPUs as nvidia-smi does: by default it numbers the fastest model first.
 
