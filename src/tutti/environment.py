@@ -16,6 +16,8 @@ from tutti.config.sync_notation import parse_sync
 from tutti.config.vocabulary import AxisName, OnSlowRank
 from tutti.errors import LaunchError
 
+_LOOPBACK = ("localhost", "127.", "::1", "[::1]")
+
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -279,11 +281,13 @@ def _from_variables(
     environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, launcher: str
 ) -> RankEnvironment:
     world_size = _number(environ, size)
+    # Where nothing says which ranks share a host, as in Kubeflow's PyTorchJob, each has one of its own.
+    own_host = local_rank not in environ and not environ.get("MASTER_ADDR", "localhost").startswith(_LOOPBACK)
     rank_environment = RankEnvironment(
         rank=_number(environ, rank),
         world_size=world_size,
         local_rank=_number(environ, local_rank, 0),
-        local_world_size=_number(environ, local_size, 1 if world_size == 1 else world_size),
+        local_world_size=_number(environ, local_size, 1 if own_host else world_size),
         launcher="tutti" if "TUTTI_RENDEZVOUS" in environ else launcher,
     )
     if not 0 <= rank_environment.local_rank < rank_environment.local_world_size:
@@ -445,7 +449,7 @@ class AgentStore:
     """The store that torchrun's agent offers its ranks.
 
     Attributes:
-        attempt: tells the run and its restarts apart.
+        attempt: tells the run and its restarts alone.
     """
 
     attempt: str

@@ -337,14 +337,14 @@ def killed_at(folder: Path, point: str, options: dict[str, Any]) -> None:
     """The process is killed while the checkpoint of step 4 is on its way."""
     job, _, loader = job_of(folder, keep_checkpoints=9, **options)
     store = job._run().output.checkpoints.uploads.store
-    put_file = store.put_file
+    put = store.put
 
-    def kill(local: Path, name: str) -> None:
+    def kill(name: str, data: bytes | Path) -> None:
         if "step-00000004" in name and name.endswith(point):
             os.kill(os.getpid(), signal.SIGKILL)
-        put_file(local, name)
+        put(name, data)
 
-    store.put_file = kill
+    store.put = kill
     for _ in job.epochs(1):
         for batch in loader:
             job.step(batch)

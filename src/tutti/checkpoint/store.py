@@ -2,6 +2,7 @@
 
     step-00000120.3f2a90b1c4d5/rank-00000.safetensors, run.pt, index.json      the index is uploaded last
     evaluations.json                                                           results of evaluations, by step
+    run/                                                                       see `tutti.checkpoint.stored_run`
 
 The number after the step is the checkpoint's id, so that no object is ever written twice. A folder without an index is
 an upload that did not end. Only objects with these names are read.
@@ -14,7 +15,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ EVALUATIONS = "evaluations.json"
 
 _NAME = re.compile(r"step-([0-9]{1,15})\.[0-9a-f]{1,32}")
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors|run\.pt|index\.json")
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][^/\\\x00-\x1f]{0,199}")
 
 _ATTEMPTS = 4
 """How often a transfer is tried; the waits between are 1, 2 and 4 seconds, give or take a quarter."""
@@ -153,28 +156,49 @@ class CheckpointStore:
         """Return the complete checkpoints, that of the last step last."""
         return [checkpoint for checkpoint in self.checkpoints() if checkpoint.complete]
 
-    def put_file(self, local: Path, name: str) -> None:
-        """Upload a file under a name below the address.
-
-        Raises:
-            StoreError: it cannot be uploaded, after all attempts.
-        """
-        self._make_folder(name)
-        self._tried(lambda: self._files.put_file(str(local), f"{self._root}/{name}"))
-
-    def put(self, name: str, data: bytes) -> None:
-        """Upload some bytes under a name below the address.
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Upload some bytes, or a file of this machine, under a name below the address.
 
         Raises:
             StoreError: they cannot be uploaded, after all attempts.
         """
-        self._make_folder(name)
-        self._tried(lambda: self._files.pipe_file(f"{self._root}/{name}", data))
-
-    def _make_folder(self, name: str) -> None:
+        place = f"{self._root}/{name}"
         if self.makes_folders:
-            folder = f"{self._root}/{name}".rpartition("/")[0]
-            self._tried(lambda: self._files.makedirs(folder, exist_ok=True))
+            self._tried(lambda: self._files.makedirs(place.rpartition("/")[0], exist_ok=True))
+        if isinstance(data, Path):
+            self._tried(lambda: self._files.put_file(str(data), place))
+        else:
+            self._tried(lambda: self._files.pipe_file(place, data))
+
+    def names_below(self, folder: str) -> list[str]:
+        """Return the names of the objects below a folder of the address, relative to it.
+
+        Raises:
+            StoreError: the store cannot be read, or has a name there that is no plain path.
+        """
+        root = f"{self._root}/{folder}"
+        found = self._tried(lambda: self._files.find(root), missing=True) or []
+        names = [str(path).rstrip("/").removeprefix(root).strip("/") for path in found]
+        for name in names:
+            if not all(_PLAIN.fullmatch(part) for part in name.split("/")):
+                raise StoreError(
+                    f"{self.address}/{folder} has an object {printable(name)!r}, which no run has; remove it"
+                )
+        return names
+
+    def fetch(self, folder: str, names: Sequence[str], to: Path) -> None:
+        """Bring objects below a folder of the address into a folder here.
+
+        Raises:
+            StoreError: one cannot be read or written.
+        """
+        for name in names:
+            data = self._tried(partial(self._files.cat_file, f"{self._root}/{folder}/{name}"), missing=True)
+            try:
+                (to / name).parent.mkdir(parents=True, exist_ok=True)
+                (to / name).write_bytes(data or b"")
+            except OSError as error:
+                raise StoreError(f"{to / name} cannot be written ({error.strerror or error}); free space") from None
 
     def remove(self, checkpoint: StoredCheckpoint) -> None:
         """Remove a checkpoint, its index first, so that what is left is never taken for whole.

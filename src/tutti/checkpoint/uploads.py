@@ -254,7 +254,7 @@ class Uploads:
             for file, link in upload.files.items():
                 if file != INDEX and upload.failure is None:
                     upload.nbytes += link.stat().st_size
-                    self.store.put_file(link, f"{upload.name}/{file}")
+                    self.store.put(f"{upload.name}/{file}", link)
         except (CheckpointError, OSError) as error:
             upload.failure = printable(error, 600)
         try:
@@ -274,7 +274,7 @@ class Uploads:
 
     def _publish(self, upload: _Upload, retention: Retention) -> None:
         self._await(upload)
-        self.store.put_file(upload.files[INDEX], f"{upload.name}/{INDEX}")
+        self.store.put(f"{upload.name}/{INDEX}", upload.files[INDEX])
         with suppress(StoreError):  # the new checkpoint is complete even if old ones cannot be removed
             self.store.put_evaluations(self._evaluations)
             prune_store(self.store, retention, newest=upload.name, passed_over=self.passed_over)

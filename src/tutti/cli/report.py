@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import LocalPath, emit, json_option
+from tutti.cli.options import PLACE, LocalPath, emit, json_option
 from tutti.commands.messages import console
 from tutti.errors import ReportError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=LocalPath(path_type=Path), metavar="RUN...")
+@click.argument("places", nargs=-1, type=PLACE, metavar="RUN|URL...")
 @click.option(
     "--output", type=LocalPath(path_type=Path, file_okay=False), help="Folder to write to; RUN/report if not given."
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--open/--no-open", "open_page", default=False, help="Open the page in a browser.")
 @json_option
 def command(
-    runs: tuple[Path, ...],
+    places: tuple[Path | str, ...],
     output: Path | None,
     target: str | None,
     facts: tuple[str, ...],
@@ -50,7 +50,9 @@ def command(
     runs; --output writes it as history.html, .json and .txt.
     """
     from tutti.commands import report as reports
+    from tutti.commands.stored_runs import run_here
 
+    runs = tuple(run_here(place) for place in places)
     told = _parse_facts(facts)
     if history:
         page = _show_history(reports.history_of(runs or (Path("runs"),), output), output, as_json)

@@ -77,7 +77,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 @shard_option
 @relax_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, for planning and predicting.")
-@click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
+@click.option("--folder", type=PLACE, metavar="FOLDER|URL", help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
 @click.option("--checkpoint-store", metavar="URL",
               help="Upload checkpoints to an object store, such as s3://bucket/prefix.")  # fmt: skip

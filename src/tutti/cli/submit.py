@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, hosts_option, json_option, nnodes_option, request_option
+from tutti.cli.options import (
+    PLACE,
+    SCRIPT_CONTEXT,
+    emit,
+    hosts_option,
+    json_option,
+    nnodes_option,
+    request_option,
+)
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import options_from
 from tutti.config.count_range import CountRange, node_counts
@@ -27,7 +35,7 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 @nnodes_option
 @request_option
 @hosts_option
-@click.option("--folder", type=_RUN, help="The run folder; runs/NAME-TIME if not given.")
+@click.option("--folder", type=PLACE, help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted.")
 @click.option("--follow", is_flag=True, help="Show the run until it has ended, as `tutti attach` does.")
@@ -55,7 +63,7 @@ def submitted(
     nnodes: int | CountRange | None,
     requests: Sequence[str],
     hosts: str | None,
-    folder: Path | None,
+    folder: Path | str | None,
     resume: Path | str | None,
     dry_run: bool = False,
     as_json: bool = False,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.options import LocalPath, emit, json_option
+from tutti.cli.options import PLACE, LocalPath, emit, json_option
+from tutti.commands.stored_runs import run_here
 from tutti.commands.why import explained, write_trace
 from tutti.config.safe_text import plain_text
 
@@ -15,19 +16,20 @@ _MOST_INNER, _MOST_OUTER = 8, 8
 
 
 @click.command()
-@click.argument("run", type=LocalPath(path_type=Path), metavar="RUN")
+@click.argument("run", type=PLACE, metavar="RUN|URL")
 @click.option("--stacks", is_flag=True, help="Show the Python stack of every living rank, too.")
 @click.option("--trace", type=LocalPath(path_type=Path), metavar="FILE",
               help="Write the last events of all ranks as a trace for Perfetto or chrome://tracing.")  # fmt: skip
 @json_option
-def command(run: Path, stacks: bool, trace: Path | None, as_json: bool) -> None:
+def command(run: Path | str, stacks: bool, trace: Path | None, as_json: bool) -> None:
     """Say why RUN (a run folder) hangs: which ranks wait where, and what the missing rank does. Exits with 1 then.
 
     A run that has ended is explained by what its ranks recorded last.
     """
+    folder = run_here(run)
     if trace is not None:
-        write_trace(run, trace)
-    explanation = explained(run)
+        write_trace(folder, trace)
+    explanation = explained(folder)
     if as_json:
         emit(explanation)
     else:

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from tutti.commands.stored_runs import run_here
 from tutti.commands.values import StrPath, needed_path, path_of
+from tutti.config.run_folder import is_store_address
 from tutti.config.run_report import RunReport
 from tutti.config.several_runs import Comparison, PredictionHistory
 from tutti.config.stated_facts import check_names
@@ -52,7 +54,7 @@ def report(
     """Report on a run, compare several with the first, or show the errors of predictions over all runs.
 
     Args:
-        runs: run folders, or folders of runs, of which the newest is taken.
+        runs: run folders, folders of runs, of which the newest is taken, or addresses of runs in object stores.
         target: a quality to reach, such as "test.accuracy=0.9".
         facts: what only you know, such as {"tuning.trials": 1}, besides what the script stated in Job(facts=...).
         history: return predictions beside measurements of all runs in `runs` (by default of the folder "runs").
@@ -63,7 +65,7 @@ def report(
     """
     if facts is not None:
         check_names(facts, "report(facts=...)")
-    folders, folder = tuple(needed_path("run", run) for run in runs), path_of("output", output)
+    folders, folder = tuple(run_here(_place(run)) for run in runs), path_of("output", output)
     if history:
         return history_of(folders or (Path("runs"),), folder)
     if not folders:
@@ -73,6 +75,10 @@ def report(
         made = one(folders[0], wanted, folder, facts)
         return replace(made, folder=str(run_folder_of(folders[0]).resolve()))
     return several(folders, wanted, folder, facts)
+
+
+def _place(run: StrPath) -> Path | str:
+    return run if isinstance(run, str) and is_store_address(run) else needed_path("run", run)
 
 
 def target_of(text: str | None) -> "QualityTarget | None":

@@ -26,6 +26,7 @@ from tutti.commands.run_options import (
     placed_here,
     ranks_per_node,
 )
+from tutti.commands.stored_runs import mirrored, staged
 from tutti.commands.values import (
     StrPath,
     compression_of,
@@ -128,7 +129,7 @@ def run(
         shard: settings of the shard axis, such as "level=2,engine=fsdp2".
         relax: how far training may deviate in order to send less, where the planner chooses.
         cluster: a ClusterSpec, or a file of one, for planning and predicting.
-        folder: the run folder; runs/NAME-TIME if None.
+        folder: the run folder, or an address to keep it at ("s3://bucket/run"); runs/NAME-TIME if None.
         resume: continue from a run folder, a checkpoint, or the address of a store ("s3://bucket/prefix").
         checkpoint_store: upload checkpoints to this address; "none": nowhere, also if the run did before.
         checkpoint_every: save a checkpoint every so many steps.
@@ -196,7 +197,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "shard": sharding_of,
     "relax": lambda value: one_of("relax", value, get_args(Relaxation)),
     "cluster": lambda value: path_or("cluster", ClusterSpec, value),
-    "folder": lambda value: path_of("folder", value),
+    "folder": lambda value: value if is_store_address(value) else path_of("folder", value),
     "resume": lambda value: value if is_store_address(value) else path_of("resume", value),
     "checkpoint_every": lambda value: whole("checkpoint_every", value),
     "memory_checkpoint_every": lambda value: whole("memory_checkpoint_every", value),
@@ -307,6 +308,7 @@ def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Pat
     check_relax(options)
     check_nodes(options)
     check_restarts(options)
+    options, stored = staged(options)
     options = _beginning_again(placed_here(options))
     from tutti.launch.launcher_registry import launcher_for
     from tutti.launch.local_launcher import warming
@@ -319,7 +321,8 @@ def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Pat
         spec = _launch_spec(options, nproc)
     if make_script is not None:
         spec = replace(spec, target=make_script(spec.folder))
-    return _train(options, spec, launcher, screen)
+    with mirrored(stored, spec.folder, options):
+        return _train(options, spec, launcher, screen)
 
 
 def _beginning_again(options: RunOptions) -> RunOptions:
@@ -327,6 +330,9 @@ def _beginning_again(options: RunOptions) -> RunOptions:
     from tutti.launch.script_path import begins_again
 
     run = options.resume or options.folder
+    if run is not None and run == options.folder and run == options.resume and not Path(run).exists():
+        console.print(f"{run} does not exist yet: the run begins", markup=False, soft_wrap=True)
+        return replace(options, resume=None)
     if isinstance(run, str) or _has_stored(run):
         return options
     other_node = options.resume is None and options.node_rank > 0  # node 0 may have begun in the folder just now
@@ -374,7 +380,8 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
 
     resume = options.resume if isinstance(options.resume, Path) else None
     joined = joined_folder(options)
-    folder = joined or run_folder(options.folder, resume, options.name, options.node_rank)
+    asked = options.folder if isinstance(options.folder, Path) else None  # an address was staged before
+    folder = joined or run_folder(asked, resume, options.name, options.node_rank)
     plan = plan_file(options, folder)
     if nproc is None or options.relax != "exact":
         nproc = (_planned(options, folder).world_size,)

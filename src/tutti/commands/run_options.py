@@ -55,7 +55,7 @@ class RunOptions:
     relax: "Relaxation" = "exact"
     sync: "SyncPlan | None" = None
     cluster: "Path | ClusterSpec | None" = None
-    folder: Path | None = None
+    folder: Path | str | None = None
     resume: Path | str | None = None
     checkpoint_store: str | None = None
     checkpoint_every: int | None = None
@@ -214,7 +214,7 @@ def check_restarts(options: RunOptions) -> None:
 
 def _shared_folder(options: RunOptions) -> Path | None:
     """Return the run folder that the command names, if it does."""
-    if options.folder is not None:
+    if isinstance(options.folder, Path):
         return options.folder
     resumed = options.resume
     return resumed if isinstance(resumed, Path) and RunFolder(resumed).header.exists() else None

@@ -129,6 +129,11 @@ def submit(
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
     asked = options.folder
+    if isinstance(asked, str):
+        raise LaunchError(
+            f"--folder {asked}: nodes of a cluster need a run folder that they see; name a path, and for checkpoints "
+            f"--checkpoint-store {asked}"
+        )
     if dry_run:
         folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
     else:
