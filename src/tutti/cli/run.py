@@ -23,7 +23,7 @@ from tutti.cli.options import (
     sync_option,
 )
 from tutti.cli.submit import default_launcher, submitted_and_followed
-from tutti.clusters.schedulers import SCHEDULERS
+from tutti.clusters.schedulers import is_scheduler
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import TIMEOUT_S, duration_s, options_from
 from tutti.config.count_range import CountRange, rank_counts
@@ -120,7 +120,7 @@ def command(**given: Any) -> None:
 
     hosts, dry_run = given.pop("hosts"), given.pop("dry_run")
     on = given.pop("launcher") or ("ssh" if hosts is not None else default_launcher())
-    if on in SCHEDULERS:
+    if is_scheduler(on):
         sys.exit(submitted_and_followed(click.get_current_context().meta[GIVEN]))
     if hosts is not None or dry_run:
         name = "--hosts" if hosts is not None else "--dry-run"

@@ -4,8 +4,9 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -15,6 +16,9 @@ JobState = Literal["pending", "running", "completed", "failed", "cancelled", "un
 
 RECORD = "job.json"
 """File of the run folder that names the job."""
+
+ENTRY_POINT_GROUP = "tutti.schedulers"
+"""The entry points by which installed packages offer schedulers."""
 
 STAY_STOPPED = "stay-stopped"
 """File of the run folder: a job that stops with a checkpoint does not go on by itself."""
@@ -165,6 +169,33 @@ class NodeCommands(Protocol):
             LaunchError: the scheduler refuses it.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOffer:
+    """An entry point by which an installed package offers a scheduler.
+
+    Attributes:
+        name: what users write after `--on`.
+        package: its name and version.
+        value: where it is, as "module:Class".
+        load: imports the class.
+    """
+
+    name: str
+    package: str
+    value: str
+    load: Callable[[], Any]
+
+
+def offered_schedulers() -> list[SchedulerOffer]:
+    """Return the schedulers that installed packages offer, one for each package and name."""
+    found = {}
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        made_by = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.module
+        offer = SchedulerOffer(name=entry.name, package=made_by, value=entry.value, load=entry.load)
+        found[offer.name, offer.package, offer.value] = offer
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tutti.clusters.cluster_job import offered_schedulers
 from tutti.errors import LaunchError
 
 NAME = "tutti.toml"
@@ -48,7 +49,7 @@ class RunDefaults(BaseModel):
 
 
 class ClusterProfile(BaseModel):
-    """A whole tutti.toml.
+    """A whole tutti.toml. Schedulers of other packages have tables of their names, too.
 
     Attributes:
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
@@ -56,7 +57,7 @@ class ClusterProfile(BaseModel):
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     run: RunDefaults = RunDefaults()
     slurm: dict[str, Any] = {}
@@ -109,6 +110,15 @@ def read_profile(directory: Path) -> ClusterProfile:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise LaunchError(f"{file}: {name}: {first['msg']}; correct it") from None
+    for table, settings in (profile.model_extra or {}).items():
+        if not isinstance(settings, dict):
+            raise LaunchError(f"{file}: {table} is no table; correct it")
+        if not any(offer.name == table for offer in offered_schedulers()):
+            tables = ", ".join(ClusterProfile.model_fields)
+            raise LaunchError(
+                f"{file}: {table}: there is no scheduler of this name; correct it, or install the package that has it "
+                f"(tables of tutti's own are {tables})"
+            )
     hosts = profile.ssh.get("hosts")
     if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
         profile.ssh["hosts"] = str(beside)
