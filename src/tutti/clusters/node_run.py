@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from tutti.launch import process_tree
 
@@ -29,7 +29,7 @@ class Commands:
 
     def __init__(self, source: BinaryIO) -> None:
         self._heard, self._ended = time.monotonic(), False
-        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(source,), name="tutti commands", daemon=True).start()
 
     def next(self) -> str:
@@ -41,6 +41,10 @@ class Commands:
         with contextlib.suppress(queue.Empty):
             return self._commands.get_nowait()
         return {}
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Add a command of this side's own; a handler of signals may."""
+        self._commands.put(message)
 
     @property
     def lost(self) -> bool:
@@ -111,7 +115,23 @@ class HostRun:
                 say(data)
 
 
-def watch(run: HostRun, commands: Commands, beat: Callable[[], None]) -> int:
+class Watched(Protocol):
+    """What `watch` watches: a `HostRun`, or several as one."""
+
+    def code(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """Let the ranks write a checkpoint and end."""
+        ...
+
+    def kill(self) -> None:
+        """End everything."""
+        ...
+
+
+def watch(run: Watched, commands: Commands, beat: Callable[[], None]) -> int:
     """Watch the run to its end, and return its exit code.
 
     Args:

@@ -55,6 +55,7 @@ class ClusterProfile(BaseModel):
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
+        mpi: settings of runs by mpirun; see `tutti.clusters.mpi_hosts.MpiSettings`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -63,6 +64,7 @@ class ClusterProfile(BaseModel):
     slurm: dict[str, Any] = {}
     ssh: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
+    mpi: dict[str, Any] = {}
 
 
 def read_cluster_settings(model: type[Settings], given: Mapping[str, Any], scheduler: str) -> Settings:
@@ -119,9 +121,10 @@ def read_profile(directory: Path) -> ClusterProfile:
                 f"{file}: {table}: there is no scheduler of this name; correct it, or install the package that has it "
                 f"(tables of tutti's own are {tables})"
             )
-    hosts = profile.ssh.get("hosts")
-    if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
-        profile.ssh["hosts"] = str(beside)
+    for settings in (profile.ssh, profile.mpi):
+        hosts = settings.get("hosts")
+        if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
+            settings["hosts"] = str(beside)
     return profile
 
 

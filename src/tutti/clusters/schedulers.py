@@ -31,11 +31,18 @@ def _kubernetes() -> Scheduler:
     return Kubernetes()
 
 
+def _mpi() -> Scheduler:
+    from tutti.clusters.mpi import Mpi
+
+    return Mpi()
+
+
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "slurm": _slurm,
     "ssh": _ssh,
     "kubernetes": _kubernetes,
     "k8s": _kubernetes,
+    "mpi": _mpi,
 }
 """tutti's own schedulers by name."""
 

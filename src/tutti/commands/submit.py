@@ -118,8 +118,8 @@ def submit(
 
     on = ALIASES.get(on, on)
     scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
-    if hosts is not None and on != "ssh":
-        raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
+    if hosts is not None and on not in ("ssh", "mpi"):
+        raise LaunchError(f"--hosts is for --on ssh or mpi, and --on is {on}; leave it out, or add --on ssh")
     settings = with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
     most = nnodes.most if isinstance(nnodes, CountRange) else nnodes
     options = _on_nodes(options, scheduler.nodes(settings, most), most)
