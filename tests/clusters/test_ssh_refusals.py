@@ -172,7 +172,7 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, hosts: SshHosts) ->
         (("--hosts", "alpha,beta"), "--nnodes 2 needs the ranks per node; add --nproc N"),
         (("--hosts", "alpha:1", "--nnodes", "2"), "--nnodes 2 is more than the 1 hosts that are named"),
         (("--on", "local", "--hosts", "alpha:1"), "--hosts is for other hosts, and --on is local"),
-        (("--on", "slurm", "--hosts", "alpha:1"), "--hosts is for --on ssh, and --on is slurm"),
+        (("--on", "slurm", "--hosts", "alpha:1"), "--hosts is for --on ssh or mpi, and --on is slurm"),
         (("--on", "ssh"), "no hosts are named; write --hosts node0:8,node1:8"),
         (("--dry-run",), "--dry-run is for other hosts, and --on is local"),
     ):

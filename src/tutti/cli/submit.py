@@ -31,7 +31,9 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
-@click.option("--on", metavar="NAME", help="What runs it: slurm, ssh or kubernetes; that of tutti.toml if not given.")
+@click.option(
+    "--on", metavar="NAME", help="What runs it: slurm, ssh, mpi or kubernetes; that of tutti.toml if not given."
+)
 @nnodes_option
 @request_option
 @hosts_option
@@ -85,7 +87,7 @@ def submitted(
     done = submit(
         replace(options, folder=folder, resume=resume),
         words,
-        on=on or ("ssh" if hosts is not None else defaults.on or "slurm"),
+        on=on or default_of(defaults.on, hosts) or "slurm",
         nnodes=nnodes or node_counts(defaults.nnodes),
         requests=requests,
         hosts=hosts,
@@ -105,14 +107,24 @@ def submitted(
     return done.folder if done.job else None
 
 
-def default_launcher() -> str:
-    """Return what starts ranks where the command line does not say it: that of tutti.toml, or this machine."""
+def default_of(named: str | None, hosts: str | None) -> str | None:
+    """Return what starts ranks where the command line does not say it.
+
+    Args:
+        named: by tutti.toml.
+        hosts: those of the command line, which are for ssh unless tutti.toml names mpi.
+    """
+    return "ssh" if hosts is not None and named != "mpi" else named
+
+
+def default_launcher(hosts: str | None) -> str:
+    """Return what starts ranks where the command line does not say it: that of tutti.toml, ssh, or this machine."""
     here = Path.cwd()
     if not any((directory / "tutti.toml").is_file() for directory in (here, *here.parents)):
-        return "local"
+        return default_of(None, hosts) or "local"
     from tutti.clusters.profile_file import read_profile
 
-    return read_profile(here).run.on or "local"
+    return default_of(read_profile(here).run.on, hosts) or "local"
 
 
 def submitted_and_followed(words: Sequence[str]) -> int:

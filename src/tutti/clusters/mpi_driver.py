@@ -22,6 +22,7 @@ from tutti.clusters.mpi_hosts import MpiSettings, explain_mpirun, stated_variabl
 from tutti.clusters.mpi_node import read_line
 from tutti.clusters.node_run import BEAT_S, LOST_S
 from tutti.config.safe_text import plain_text
+from tutti.config.version import VERSION
 from tutti.environment import SECRET_VARIABLE, secret_settings
 from tutti.errors import RESUMABLE
 from tutti.launch import process_tree
@@ -237,8 +238,6 @@ class MpiDriver:
 
     def _wrong(self) -> str:
         """Return what is wrong with the nodes that have started; empty if nothing is."""
-        import tutti
-
         for node in self._nodes:
             facts, folder = node.facts, self._job["folder"]
             if facts["nodes"] != len(self._nodes):
@@ -253,10 +252,9 @@ class MpiDriver:
                     f"{facts['host']} does not see {self._job['task']['directory']}; submit from a directory that all "
                     "nodes see"
                 )
-            if facts["version"] != tutti.__version__:
+            if facts["version"] != VERSION:
                 return (
-                    f"{facts['host']} has tutti {facts['version']}, and this machine {tutti.__version__}; install the "
-                    "same there"
+                    f"{facts['host']} has tutti {facts['version']}, and this machine {VERSION}; install the same there"
                 )
         return ""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tutti.clusters.node_run import LOST_GRACE_S
 from tutti.clusters.profile_file import read_cluster_settings
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, read_hosts
 from tutti.config.safe_text import plain_text
@@ -91,8 +92,7 @@ def chosen_nodes(settings: MpiSettings, directory: Path, nnodes: int | None) -> 
 
 def _merged(settings: MpiSettings, directory: Path) -> tuple[SshHost, ...]:
     """Return the hosts; one that stands in several lines of a file has a rank for each, as PBS writes it."""
-    text = settings.hosts if isinstance(settings.hosts, str) else ",".join(settings.hosts)
-    file = directory / text
+    file = directory / settings.hosts if isinstance(settings.hosts, str) else directory
     if file.is_file():
         lines = [
             line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -154,7 +154,8 @@ def mpirun_command(
         kind: which MPI the program is of.
         nodes: hosts that are named, or None for each.
         variables: those of this process, of which some are forwarded.
-        grace_s: seconds between the signal to stop that mpirun sends and the one that kills.
+        grace_s: seconds that ranks have to write a checkpoint where mpirun ends them, 8 at most, as it waits so long
+            in any case.
     """
     part = ["bash", "-c", _node_script(settings)]
     options = [word for option in settings.options for word in shlex.split(option)]
@@ -164,7 +165,7 @@ def mpirun_command(
         return [settings.mpirun, "-s", "all", "-n", str(len(nodes)), "-ppn", "1", *where, *options, *part]
     passed = [word for name in forwarded_names(settings) if name in variables for word in ("-x", name)]
     first = [settings.mpirun, "--stdin", "all", "--bind-to", "none"]
-    first += ["--mca", "odls_base_sigkill_timeout", str(max(1, int(grace_s))), *options]
+    first += ["--mca", "odls_base_sigkill_timeout", str(int(min(grace_s, LOST_GRACE_S)) + 1), *options]
     if not named:
         return [*first, "--map-by", "ppr:1:node", "-n", str(len(nodes)), *passed, *part]
     for name in named:  # one after another, so that node numbers follow the list
@@ -189,7 +190,7 @@ _MEANINGS = (
     (r"not enough slots|requested more processes than the ppr|already filled|more processes than",
      "mpirun knows fewer nodes than {nodes}",
      "ask for an allocation of as many, or name them with --hosts node0:8,node1:8"),
-    (r"host list[^.]*not.*allocat|not in the allocation|hosts? .*not.* in .*allocation",
+    (r"host list[^.]*not.*allocation|not in the allocation|hosts? .*not.* in .*allocation",
      "a host that is named is not in this allocation", "correct --hosts, or leave it out"),
     (r"remote host identification has changed|host key verification failed",
      "mpirun's ssh does not know the key of a host ({said})",

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tutti
 from tutti.clusters.node_run import BEAT_S, Commands, HostRun, watch
+from tutti.config.version import VERSION
 from tutti.environment import RENDEZVOUS_PORTS, mpi_place
 from tutti.job_secret import mac, same
 from tutti.launch.launch_environment import variables
@@ -203,7 +203,7 @@ class Node:
         facts = {
             "host": self._host,
             "nodes": self._nodes,
-            "version": tutti.__version__,
+            "version": VERSION,
             "sees": not folder or (Path(folder) / self._task["token"]).exists(),
             "directory": os.path.isdir(self._task["directory"]),
             "port": self._door.port if self._door is not None else 0,
