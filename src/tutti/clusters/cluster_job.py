@@ -171,6 +171,31 @@ class NodeCommands(Protocol):
         ...
 
 
+@runtime_checkable
+class JobArrays(Protocol):
+    """A scheduler that takes several runs at once, as `tutti submit --array` needs."""
+
+    def preview_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+        """Return what would be submitted, as text.
+
+        Args:
+            requests: the runs by number. They differ in words, and in the last part of the folder, which is the number.
+            at_once: how many may run at once; None for all.
+
+        Raises:
+            LaunchError: a setting does not exist, or has no value that it may have.
+        """
+        ...
+
+    def submit_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> dict[int, str]:
+        """Submit them, and return the job of each.
+
+        Raises:
+            LaunchError: the scheduler refuses them.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOffer:
     """An entry point by which an installed package offers a scheduler.
@@ -210,6 +235,7 @@ class JobRecord:
         nproc: ranks per node.
         submitted_utc: when it was submitted.
         log: the file that takes what the nodes print.
+        values: what a run of an array has of its own, such as "lr=0.1 seed=2".
     """
 
     scheduler: str
@@ -219,6 +245,7 @@ class JobRecord:
     nproc: tuple[int, ...] | None
     submitted_utc: str
     log: str
+    values: str = ""
 
 
 class HeldInterrupts:
@@ -286,6 +313,8 @@ def read_record(folder: Path) -> JobRecord:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if any(folder.glob(f"*/{RECORD}")):
+            raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {folder}/0") from None
         raise LaunchError(
             f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
         ) from None
@@ -296,7 +325,7 @@ def read_record(folder: Path) -> JobRecord:
         record = JobRecord(**{**document, "nproc": None if nproc is None else tuple(int(count) for count in nproc)})
     except (TypeError, KeyError, ValueError):
         raise LaunchError(f"{file} is no record of a submitted run; submit the run again") from None
-    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log)
+    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log, record.values)
     if not all(isinstance(text, str) for text in texts) or not isinstance(record.nodes, int):
         raise LaunchError(f"{file} is no record of a submitted run; submit the run again")
     return record

@@ -312,10 +312,10 @@ class MpiDriver:
 
     def _why_lost(self, hosts: list[str]) -> str:
         """Return why nodes have ended without an exit code."""
-        if self._reason:
-            return self._reason
         said = " ".join(plain_text(self._mpirun.said).replace("-", " ").split())
         start = said.find("noticed that process")
+        if start < 0 and self._reason:
+            return self._reason
         words = said[start : start + 200] if start >= 0 else said[-200:]
         return f"the part on {', '.join(hosts)} was ended from outside (mpirun: {words or 'it said nothing'})"
 

@@ -18,6 +18,9 @@ from tutti.errors import LaunchError
 
 LOG = "slurm-%j.out"
 
+LOG_OF_ARRAY = "%a/slurm-%A_%a.out"
+"""The same of an array's runs, below the folder that has theirs."""
+
 MOST_REQUEUES = 1000
 """How often a job that stops with a checkpoint goes on by itself at most."""
 
@@ -108,14 +111,37 @@ def batch_script(request: JobRequest) -> str:
         LaunchError: a setting does not exist, or has no value that it may have.
     """
     settings = read_settings(request.settings)
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(request, settings))]
-    lines += ["", f"cd {shlex.quote(str(request.directory))} || exit 2"]
+    lines = ["#!/bin/bash", *_header(request, settings), "", f"cd {shlex.quote(str(request.directory))} || exit 2"]
+    return "\n".join([*lines, *_body(request, settings)]) + "\n"
+
+
+def array_script(requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+    """Return the batch script of an array of runs, each of which runs as a job of its own would.
+
+    Raises:
+        LaunchError: a setting does not exist, or has no value that it may have.
+    """
+    first = next(iter(requests.values()))
+    settings = read_settings(first.settings)
+    numbers = ",".join(map(str, requests)) + (f"%{at_once}" if at_once is not None else "")
+    lines = ["#!/bin/bash", *_header(first, settings, LOG_OF_ARRAY), f"#SBATCH --array={numbers}", ""]
+    lines += [f"cd {shlex.quote(str(first.directory))} || exit 2", "case $SLURM_ARRAY_TASK_ID in"]
+    for number, request in requests.items():
+        lines += [f"{number})", *_body(request, settings), ";;"]
+    return "\n".join([*lines, "esac"]) + "\n"
+
+
+def _header(request: JobRequest, settings: SlurmSettings, log: str = LOG) -> list[str]:
+    return [f"#SBATCH {option}" for option in _options(request, settings, log)]
+
+
+def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     node = f"{shlex.quote(settings.python or sys.executable)} -m tutti.clusters.slurm_node"
     arguments = (str(request.folder), str(request.resume or ""), *request.words)
     steps = [*settings.setup, f"exec {settings.container} {node} {shlex.join(arguments)}".replace("  ", " ")]
     command = shlex.quote("\n".join(steps))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
-    lines += [
+    return [
         "trap : TERM USR1  # signals are for the ranks: they write a checkpoint",
         f"srun --nodes={request.nodes} --ntasks={request.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 "
         f"bash -c {command}",
@@ -125,12 +151,12 @@ def batch_script(request: JobRequest) -> str:
         "fi",
         "exit $code",
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _options(request: JobRequest, settings: SlurmSettings) -> list[str]:
+def _options(request: JobRequest, settings: SlurmSettings, name: str) -> list[str]:
     notice = int(request.grace_s) + 60
-    log = str(request.folder).replace("%", "%%") + f"/{LOG}"
+    folder = request.folder if name == LOG else request.folder.parent
+    log = str(folder).replace("%", "%%") + f"/{name}"
     found = [
         f"--job-name={_quoted(request.name)}",
         f"--nodes={request.nodes}",
@@ -199,8 +225,18 @@ class Slurm:
             raise LaunchError(_refusal(err or out))
         return out.strip().partition(";")[0]
 
+    def preview_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+        return array_script(requests, at_once)
+
+    def submit_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> dict[int, str]:
+        code, out, err = _ask("sbatch", "--parsable", text=array_script(requests, at_once))
+        if code:
+            raise LaunchError(_refusal(err or out))
+        job = out.strip().partition(";")[0]
+        return {number: f"{job}_{number}" for number in requests}
+
     def log(self, request: JobRequest, job: str) -> str:
-        return str(request.folder / LOG.replace("%j", job))
+        return str(request.folder / LOG.replace("%j", job))  # an array's job is ARRAY_NUMBER
 
     def status(self, job: str) -> JobStatus:
         code, out, err = _ask("scontrol", "--oneliner", "show", "job", job)
