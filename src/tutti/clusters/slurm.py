@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,6 +61,31 @@ _REASONS = (
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\"`$\\]*$")]
 
 
+class SlurmComponent(BaseModel):
+    """Nodes of one kind in a heterogeneous job: what it does not say is as for the whole job.
+
+    Attributes:
+        nodes: their number.
+        ranks: on each of them.
+        cpus, gpus, mem: per node.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    nodes: Annotated[int, Field(ge=1)] = 1
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    partition: Text | None = None
+    account: Text | None = None
+    qos: Text | None = None
+    constraint: Text | None = None
+    reservation: Text | None = None
+    nodelist: Text | None = None
+    exclude: Text | None = None
+    cpus: Annotated[int, Field(ge=1)] | None = None
+    gpus: Text | None = None
+    mem: Text | None = None
+
+
 class SlurmSettings(BaseModel):
     """The settings of a job, from `[slurm]` of tutti.toml and from --request.
 
@@ -72,6 +98,7 @@ class SlurmSettings(BaseModel):
         setup: shell lines that run first on each node, such as "module load cuda".
         container: what the command of a node is prefixed with, such as "apptainer exec --nv image.sif".
         options: further options of sbatch.
+        components: the kinds of nodes of a heterogeneous job.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
@@ -91,6 +118,7 @@ class SlurmSettings(BaseModel):
     setup: tuple[str, ...] = ()
     container: str = ""
     options: tuple[Text, ...] = ()
+    components: tuple[SlurmComponent, ...] = ()
 
 
 def read_settings(given: Mapping[str, Any]) -> SlurmSettings:
@@ -132,19 +160,37 @@ def array_script(requests: Mapping[int, JobRequest], at_once: int | None) -> str
 
 
 def _header(request: JobRequest, settings: SlurmSettings, log: str = LOG) -> list[str]:
-    return [f"#SBATCH {option}" for option in _options(request, settings, log)]
+    if not settings.components:
+        return [f"#SBATCH {option}" for option in _options(request, settings, log)]
+    if log == LOG_OF_ARRAY:
+        raise LaunchError(
+            "--array: Slurm has no arrays of heterogeneous jobs; leave out [[slurm.components]], or --array"
+        )
+    lines: list[str] = []
+    begin = 0
+    for component in settings.components:
+        own = component.model_dump(exclude={"nodes", "ranks"}, exclude_none=True)
+        counts = request.nproc[begin : begin + component.nodes] if request.nproc is not None else None
+        part = replace(request, nodes=component.nodes, nproc=counts)
+        lines += ["#SBATCH hetjob"] if lines else []
+        lines += [f"#SBATCH {option}" for option in _options(part, settings.model_copy(update=own), log)]
+        begin += component.nodes
+    return lines
 
 
 def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     node = f"{shlex.quote(settings.python or sys.executable)} -m tutti.clusters.slurm_node"
-    arguments = (str(request.folder), str(request.resume or ""), *request.words)
+    named = settings.components[:1] and settings.components[0].ranks and request.nproc
+    ranks = ("--nproc", ",".join(map(str, request.nproc or ()))) if named else ()
+    arguments = (str(request.folder), str(request.resume or ""), *ranks, *request.words)
     steps = [*settings.setup, f"exec {settings.container} {node} {shlex.join(arguments)}".replace("  ", " ")]
     command = shlex.quote("\n".join(steps))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
+    groups = ",".join(map(str, range(len(settings.components))))  # one step, whose tasks are numbered over all of them
+    where = f"--het-group={groups}" if groups else f"--nodes={request.nodes} --ntasks={request.nodes}"
     return [
         "trap : TERM USR1  # signals are for the ranks: they write a checkpoint",
-        f"srun --nodes={request.nodes} --ntasks={request.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 "
-        f"bash -c {command}",
+        f"srun {where} --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c {command}",
         "code=$?",
         f"if [ $code -eq 75 ] && [ ! -e {stay} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MOST_REQUEUES} ]; then",
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # Slurm ends this shell meanwhile",
@@ -213,7 +259,12 @@ class Slurm:
     """See `tutti.clusters.cluster_job.Scheduler`."""
 
     def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
-        return ()
+        found = tuple(each.ranks for each in read_settings(settings).components for _ in range(each.nodes))
+        if found and nnodes not in (None, len(found)):
+            raise LaunchError(f"--nnodes {nnodes}: [[slurm.components]] has {len(found)} nodes; leave one out")
+        if None in found and any(found):
+            raise LaunchError("[[slurm.components]]: only some have `ranks`; give all of them one, or none")
+        return found
 
     def preview(self, request: JobRequest) -> str:
         return batch_script(request)
@@ -244,7 +295,9 @@ class Slurm:
             if "invalid job id" in err.lower():
                 return _accounted(job)
             raise LaunchError(_refusal(err or out))
-        fields = dict(re.findall(r"(\w+)=(\S*)", out))
+        parts = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in out.splitlines()]  # of a heterogeneous job
+        fields = next((part for part in parts if part.get("JobId") == job), dict(re.findall(r"(\w+)=(\S*)", out)))
+        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "(null)") != "(null)"]
         state = _STATES.get(fields.get("JobState", ""), "unknown")
         status, _, number = fields.get("ExitCode", "").partition(":")
         ended = state in ("completed", "failed", "cancelled")
@@ -253,7 +306,7 @@ class Slurm:
         return JobStatus(
             state=state,
             reason=_explained(reason) if reason != "None" and state in ("pending", "failed") else "",
-            nodes="" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
+            nodes=",".join(nodes),
             exit_code=exit_code if ended else None,
         )
 
