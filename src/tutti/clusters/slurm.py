@@ -182,9 +182,9 @@ def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     node = f"{shlex.quote(settings.python or sys.executable)} -m tutti.clusters.slurm_node"
     named = settings.components[:1] and settings.components[0].ranks and request.nproc
     ranks = ("--nproc", ",".join(map(str, request.nproc or ()))) if named else ()
-    arguments = (str(request.folder), str(request.resume or ""), *ranks, *request.words)
-    steps = [*settings.setup, f"exec {settings.container} {node} {shlex.join(arguments)}".replace("  ", " ")]
-    command = shlex.quote("\n".join(steps))
+    place = (str(request.directory), str(request.nodes), str(request.folder), str(request.resume or ""))
+    steps = [*_setup(settings), f"exec {settings.container} {node} {shlex.join((*place, *ranks, *request.words))}"]
+    command = shlex.quote("\n".join(steps).replace("exec  ", "exec "))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
     groups = ",".join(map(str, range(len(settings.components))))  # one step, whose tasks are numbered over all of them
     where = f"--het-group={groups}" if groups else f"--nodes={request.nodes} --ntasks={request.nodes}"
@@ -197,6 +197,16 @@ def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
         "fi",
         "exit $code",
     ]
+
+
+def _setup(settings: SlurmSettings) -> list[str]:
+    """Return the lines of a node that come first; one that fails is named."""
+    if not settings.setup:
+        return []
+    lines = ['fail() { echo "tutti: setup line $1 failed on $HOSTNAME; correct it in tutti.toml" >&2; exit 2; }']
+    for number, line in enumerate(settings.setup, 1):
+        lines += [f"{{ {line}", f"}} </dev/null || fail {number}"]
+    return lines
 
 
 def _options(request: JobRequest, settings: SlurmSettings, name: str) -> list[str]:
@@ -325,8 +335,8 @@ class Slurm:
             if code:
                 raise LaunchError(_refusal(err or out))
         python = shlex.quote(read.python or sys.executable)
-        steps = [*read.setup, f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
-        return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("  ", " ")]
+        steps = [*_setup(read), f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
+        return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("exec  ", "exec ")]
 
     def collect(self, job: str) -> bool:
         return False
