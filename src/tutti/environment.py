@@ -410,8 +410,12 @@ def _mpi_host(environ: Mapping[str, str]) -> str:
     for _, size, _, local_size in _MPI:
         if size in environ and environ.get(local_size) == environ[size]:
             return "127.0.0.1"
-    uri = environ.get("PMIX_SERVER_URI2", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    return uri.split("tcp://")[-1].split("tcp4://")[-1].split(":")[0].split(",")[0] if "://" in uri else ""
+    for name in ("PMIX_SERVER_URI2", "OMPI_MCA_orte_hnp_uri"):  # the first is of this host, often by loopback
+        _, separator, address = environ.get(name, "").partition("://")
+        host = address.split(":")[0].split(",")[0]
+        if separator and not host.startswith("127."):
+            return host
+    return ""
 
 
 def _mpi_job(environ: Mapping[str, str]) -> str:
