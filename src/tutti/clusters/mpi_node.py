@@ -181,7 +181,7 @@ class SeveralRuns:
             run.hear_the_rest()
 
 
-class Node:
+class MpiNode:
     """This node's part of a job.
 
     Args:
@@ -288,7 +288,7 @@ def main() -> None:
     line = source.readline()
     if not line:
         sys.exit(1)
-    node = Node(json.loads(line), Commands(source))
+    node = MpiNode(json.loads(line), Commands(source))
     rendezvous = node.meet()
     if rendezvous is not None:
         node.run(rendezvous)
