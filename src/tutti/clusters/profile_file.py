@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tutti.clusters.cluster_job import offered_schedulers
+from tutti.config.count_range import node_counts
 from tutti.errors import LaunchError
 
 NAME = "tutti.toml"
@@ -112,6 +113,10 @@ def read_profile(directory: Path) -> ClusterProfile:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise LaunchError(f"{file}: {name}: {first['msg']}; correct it") from None
+    try:
+        node_counts(profile.run.nnodes)
+    except LaunchError as error:
+        raise LaunchError(f"{file}: run.nnodes: {error}") from None
     for table, settings in (profile.model_extra or {}).items():
         if not isinstance(settings, dict):
             raise LaunchError(f"{file}: {table} is no table; correct it")
