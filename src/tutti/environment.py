@@ -324,6 +324,32 @@ def slurm_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     return _number(environ, "SLURM_STEP_NUM_NODES", 1), _number(environ, "SLURM_NODEID", 0)
 
 
+def mpi_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return the rank that mpirun has given to this process, and the number of ranks; None outside of mpirun."""
+    for rank, size, *_ in _MPI:
+        if rank in environ and size in environ:
+            return _number(environ, rank), _number(environ, size)
+    return None
+
+
+def allocated_nodes(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of nodes of the batch job that this process is in; 0 outside, or where it is not known."""
+    if environ.get("SLURM_JOB_NUM_NODES"):
+        return _number(environ, "SLURM_JOB_NUM_NODES")
+    if environ.get("LSB_MCPU_HOSTS"):  # HOST SLOTS HOST SLOTS
+        return len(set(environ["LSB_MCPU_HOSTS"].split()[::2]))
+    for name in ("PBS_NODEFILE", "PE_HOSTFILE"):  # a host begins each line
+        if environ.get(name):
+            try:
+                lines = Path(environ[name]).read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError as error:
+                raise LaunchError(
+                    f"{name}={environ[name]} cannot be read ({error.strerror}); say how many nodes with --nnodes N"
+                ) from None
+            return len({line.split()[0] for line in lines if line.strip()})
+    return 0
+
+
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
     """Return the first interface that Gloo is told to listen on; empty if it is told none."""
     return environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -384,8 +410,12 @@ def _mpi_host(environ: Mapping[str, str]) -> str:
     for _, size, _, local_size in _MPI:
         if size in environ and environ.get(local_size) == environ[size]:
             return "127.0.0.1"
-    uri = environ.get("PMIX_SERVER_URI2", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    return uri.split("tcp://")[-1].split("tcp4://")[-1].split(":")[0].split(",")[0] if "://" in uri else ""
+    for name in ("PMIX_SERVER_URI2", "OMPI_MCA_orte_hnp_uri"):  # the first is of this host, often by loopback
+        _, separator, address = environ.get(name, "").partition("://")
+        host = address.split(":")[0].split(",")[0]
+        if separator and not host.startswith("127."):
+            return host
+    return ""
 
 
 def _mpi_job(environ: Mapping[str, str]) -> str:

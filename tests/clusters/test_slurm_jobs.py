@@ -239,7 +239,7 @@ def test_the_script_is_shown_and_nothing_is_made(project: Path) -> None:
         ("[slurm", "cannot be read"),
         ("[run]\nnnodes = 0\n", "run.nnodes"),
         ("[slum]\n", "slum"),
-        ("x = 1\n", "x: Extra"),
+        ("x = 1\n", "x is no table"),
     ],
 )
 def test_a_damaged_profile_is_refused(project: Path, text: str, said: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh
 from launch.launch_rig import TUTTI
-from tutti.clusters import ssh, ssh_agent, ssh_driver
+from tutti.clusters import driver_job, ssh, ssh_agent
 from tutti.clusters.cluster_job import JobRequest, read_record
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
@@ -172,7 +172,7 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, hosts: SshHosts) ->
         (("--hosts", "alpha,beta"), "--nnodes 2 needs the ranks per node; add --nproc N"),
         (("--hosts", "alpha:1", "--nnodes", "2"), "--nnodes 2 is more than the 1 hosts that are named"),
         (("--on", "local", "--hosts", "alpha:1"), "--hosts is for other hosts, and --on is local"),
-        (("--on", "slurm", "--hosts", "alpha:1"), "--hosts is for --on ssh, and --on is slurm"),
+        (("--on", "slurm", "--hosts", "alpha:1"), "--hosts is for --on ssh or mpi, and --on is slurm"),
         (("--on", "ssh"), "no hosts are named; write --hosts node0:8,node1:8"),
         (("--dry-run",), "--dry-run is for other hosts, and --on is local"),
     ):
@@ -247,7 +247,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    read_state, asked = ssh.read_state, []
+    read_state, asked = driver_job.read_state, []
 
     def interrupted(name: str) -> Any:
         asked.append(name)
@@ -257,11 +257,17 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
 
     def start(self: Ssh, request: JobRequest) -> str:
         task = {"name": "alpha", "command": ["bash", "-c", _HOST], "script": "", "request": {"python_path": ""}}
-        return ssh._start_driver(
-            {"folder": str(request.folder), "grace_s": 1, "restarts": False, "hosts": [task], "places": [], "names": {}}
-        )
+        job = {
+            "folder": str(request.folder),
+            "grace_s": 1,
+            "restarts": False,
+            "hosts": [task],
+            "places": [],
+            "names": {},
+        }
+        return driver_job.start_driver("tutti.clusters.ssh_driver", job, request.folder / ssh.LOG, 20)
 
-    monkeypatch.setattr(ssh, "read_state", interrupted)
+    monkeypatch.setattr(driver_job, "read_state", interrupted)
     monkeypatch.setattr(Ssh, "submit", start)
     options = RunOptions(target=("train.py",), folder=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
@@ -271,7 +277,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     monkeypatch.undo()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     asked.clear()
-    monkeypatch.setattr(ssh, "read_state", interrupted)
+    monkeypatch.setattr(driver_job, "read_state", interrupted)
     with pytest.raises(KeyboardInterrupt):  # where Ctrl-C is not held back
         start(Ssh(), JobRequest(name="", folder=tmp_path, directory=tmp_path, words=()))
     assert asked
@@ -326,16 +332,16 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
     assert not (copy / ".env").exists()
     assert found == expected
     (project / "new.py").unlink()
-    monkeypatch.setattr(ssh_driver, "state_folder", lambda: tmp_path / "state")
-    process, name = psutil.Process(), ssh_driver.job_name(os.getpid())
+    monkeypatch.setattr(driver_job, "state_folder", lambda: tmp_path / "state")
+    process, name = psutil.Process(), driver_job.job_name(os.getpid())
     state = {"machine": socket.gethostname(), "pid": process.pid, "since": process.create_time(), "state": "running",
              "reason": "", "nodes": "", "exit_code": None, "places": [host.copy]}  # fmt: skip
-    (tmp_path / "state/ssh").mkdir(parents=True)
-    ssh_driver.state_file(name).write_text(json.dumps(state))
+    (tmp_path / "state/drivers").mkdir(parents=True)
+    driver_job.state_file(name).write_text(json.dumps(state))
     with pytest.raises(LaunchError, match=f"^alpha: ssh job {name} still runs the code in {copy}, which a copy would"):
         prepare_hosts(needs, print)
     assert (copy / "new.py").exists()
-    ssh_driver.state_file(name).write_text(json.dumps(state | {"exit_code": 0}))
+    driver_job.state_file(name).write_text(json.dumps(state | {"exit_code": 0}))
     prepare_hosts(needs, print)
     assert not (copy / "new.py").exists(), "what is removed here is removed there"
 

@@ -48,7 +48,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset({"errors", "machine", "host_topology", "network_interfaces", "config"})
     | {"event_record", "stack_watch", "surviving_rank", "job_secret"},
     "lab": frozenset({"errors", "config"}),
-    "clusters": frozenset({"errors", "environment", "config", "launch"}),
+    "clusters": frozenset({"errors", "environment", "job_secret", "network_interfaces", "config", "launch"}),
     "reporting": frozenset({"errors", "event_record", "config", "terminal"}),
 }
 """Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""

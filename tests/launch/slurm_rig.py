@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -41,8 +42,8 @@ SlurmdTimeout=20
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SchedulerType=sched/builtin
-SchedulerParameters=requeue_delay=0,batch_sched_delay=1
+SchedulerType=sched/{scheduler}
+SchedulerParameters=requeue_delay=0,batch_sched_delay=1,bf_interval=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -59,14 +60,17 @@ def missing() -> str | None:
 
 
 @contextmanager
-def slurm(base: Path) -> Iterator[dict[str, str]]:
+def slurm(base: Path, *, scheduler: str = "builtin", gpus: int = 0) -> Iterator[dict[str, str]]:
     """A running cluster; yields the environment in which srun finds it. All its daemons end with the context.
 
-    `base` must be a short path (sockets) that everybody may enter (munge insists).
+    Args:
+        base: a short path (sockets) that everybody may enter (munge insists).
+        scheduler: "backfill" also starts heterogeneous jobs.
+        gpus: that Slurm counts on each node, which are devices of no use.
     """
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        yield _up(base, daemons)
+        yield _up(base, daemons, scheduler, gpus)
     finally:
         for daemon in reversed(daemons):
             with suppress(ProcessLookupError):
@@ -78,13 +82,18 @@ def slurm(base: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
-def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
+def _up(base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus: int) -> dict[str, str]:
     host = socket.gethostname().partition(".")[0]
     ports = _free_ports(NODES + 1)
-    lines = [CONFIGURATION.format(host=host, base=base, port=ports[0])]
+    lines = [CONFIGURATION.format(host=host, base=base, port=ports[0], scheduler=scheduler)]
+    if gpus:
+        lines.append("GresTypes=gpu\n")
+        _make_gpus(base, gpus)
     for index in range(NODES):
+        gres = f" Gres=gpu:{gpus}" if gpus else ""
         lines.append(
-            f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4 State=UNKNOWN\n"
+            f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4{gres} "
+            "State=UNKNOWN\n"
         )
         (base / f"spool-n{index}").mkdir()
     lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP GraceTime=40\n")
@@ -115,6 +124,17 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
         start(*slurmd({"SLURM_CONF": str(configuration)}, f"n{index}"))
     _wait("the nodes", lambda: _idle(environment) == NODES, base)
     return {"SLURM_CONF": str(configuration)}
+
+
+def _make_gpus(base: Path, count: int) -> None:
+    """Make the files that Slurm counts as GPUs of each node."""
+    lines = []
+    for node in range(NODES):
+        for gpu in range(count):
+            file = base / f"gpu-{node}-{gpu}"  # Slurm takes devices only; this is another /dev/null
+            os.mknod(file, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+            lines.append(f"NodeName=n{node} Name=gpu File={file}\n")
+    (base / "gres.conf").write_text("".join(lines))
 
 
 def _idle(environment: dict[str, str]) -> int:

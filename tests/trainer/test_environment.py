@@ -92,6 +92,19 @@ def test_mpirun_on_one_host() -> None:
     assert rank_environment.rendezvous.startswith("tcp://127.0.0.1:")
 
 
+def test_mpirun_on_several_hosts_does_not_meet_at_loopback() -> None:
+    """As Open MPI 4.1 sets them on two hosts: what is nearest to a rank is its own host's daemon."""
+    environ = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items()
+    }
+    environ["PMIX_SERVER_URI2"] = "1983119360.2;tcp4://127.0.0.1:48565"
+    with pytest.raises(LaunchError, match="no MASTER_ADDR"):
+        read_rank_environment(environ)
+    environ["OMPI_MCA_orte_hnp_uri"] = "1983119360.0;tcp://192.0.2.2:40517;tcp6://[fd00::2]:49511"
+    assert read_rank_environment(environ).rendezvous.startswith("tcp://192.0.2.2:")
+
+
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [

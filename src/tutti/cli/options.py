@@ -85,7 +85,7 @@ def request_option(function: F) -> F:
 
 def hosts_option(function: F) -> F:
     """Add --hosts: the hosts of a run over ssh."""
-    says = "Run on these hosts, over ssh: HOST:RANKS,..., or a file with one a line."
+    says = "Run on these hosts, over ssh or by mpirun (--on mpi): HOST:RANKS,..., or a file with one a line."
     return click.option("--hosts", metavar="HOSTS|FILE", help=says)(function)
 
 

@@ -23,7 +23,7 @@ from tutti.cli.options import (
     sync_option,
 )
 from tutti.cli.submit import default_launcher, submitted_and_followed
-from tutti.clusters.schedulers import SCHEDULERS
+from tutti.clusters.schedulers import is_scheduler
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import TIMEOUT_S, duration_s, options_from
 from tutti.config.count_range import CountRange, rank_counts
@@ -62,12 +62,12 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     "--on",
     "launcher",
     metavar="NAME",
-    help="What starts the ranks: local, or slurm, ssh or kubernetes (see `tutti submit`).",
+    help="What starts the ranks: local, or slurm, ssh, mpi or kubernetes (see `tutti submit`).",
 )
 @request_option
 @hosts_option
 @click.option(
-    "--dry-run", is_flag=True, help="With --on slurm, ssh or kubernetes: show what would run, and start nothing."
+    "--dry-run", is_flag=True, help="With --on slurm, ssh, mpi or kubernetes: show what would run, and start nothing."
 )
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")
@@ -119,8 +119,8 @@ def command(**given: Any) -> None:
     from tutti.commands.run import screen, trained
 
     hosts, dry_run = given.pop("hosts"), given.pop("dry_run")
-    on = given.pop("launcher") or ("ssh" if hosts is not None else default_launcher())
-    if on in SCHEDULERS:
+    on = given.pop("launcher") or default_launcher(hosts)
+    if is_scheduler(on):
         sys.exit(submitted_and_followed(click.get_current_context().meta[GIVEN]))
     if hosts is not None or dry_run:
         name = "--hosts" if hosts is not None else "--dry-run"

@@ -18,8 +18,9 @@ from tutti.cli.options import (
     request_option,
 )
 from tutti.commands.messages import console, guarded_streams
-from tutti.commands.run_options import options_from
+from tutti.commands.run_options import RunOptions, options_from
 from tutti.config.count_range import CountRange, node_counts
+from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
     from tutti.commands.submit import Answer
@@ -31,17 +32,26 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
-@click.option("--on", metavar="NAME", help="What runs it: slurm, ssh or kubernetes; that of tutti.toml if not given.")
+@click.option(
+    "--on", metavar="NAME", help="What runs it: slurm, ssh, mpi or kubernetes; that of tutti.toml if not given."
+)
 @nnodes_option
 @request_option
 @hosts_option
 @click.option("--folder", type=PLACE, help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
+@click.option(
+    "--array",
+    metavar="0-7|'NAME=VALUE,... ...'",
+    help="Submit a run for each number or combination of values, which stand in words as {index} or {NAME}.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted.")
 @click.option("--follow", is_flag=True, help="Show the run until it has ended, as `tutti attach` does.")
 @json_option
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF tutti run] SCRIPT [ARGUMENTS]...")
-def submit_command(words: tuple[str, ...], follow: bool, as_json: bool, **given: Any) -> None:
+def submit_command(
+    words: tuple[str, ...], array: str | None, follow: bool, as_json: bool, hosts: str | None, **given: Any
+) -> None:
     """Submit a run to a cluster's scheduler and return; all options of `tutti run` hold.
 
     The job stops with a checkpoint before its time limit and when it is preempted, and goes on by itself.
@@ -50,7 +60,12 @@ def submit_command(words: tuple[str, ...], follow: bool, as_json: bool, **given:
     commands = context.find_root().command
     run = commands.get_command(context, "run") if isinstance(commands, click.Group) else None
     assert run is not None
-    folder = submitted(run, words, as_json=as_json, **given)
+    if array is not None:
+        if follow or hosts is not None:
+            raise LaunchError(f"--array and {'--follow' if follow else '--hosts'} exclude each other; leave one out")
+        _submitted_array(run, words, array, as_json=as_json, **given)
+        return
+    folder = submitted(run, words, as_json=as_json, hosts=hosts, **given)
     if follow and folder is not None:
         sys.exit(_followed(folder))
 
@@ -80,12 +95,10 @@ def submitted(
     from tutti.commands.submit import submit
 
     defaults = read_profile(Path.cwd()).run
-    read = run.make_context("tutti submit", list(words)).params
-    options = options_from(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
     done = submit(
-        replace(options, folder=folder, resume=resume),
+        replace(_options(run, words), folder=folder, resume=resume),
         words,
-        on=on or ("ssh" if hosts is not None else defaults.on or "slurm"),
+        on=on or default_of(defaults.on, hosts) or "slurm",
         nnodes=nnodes or node_counts(defaults.nnodes),
         requests=requests,
         hosts=hosts,
@@ -105,14 +118,79 @@ def submitted(
     return done.folder if done.job else None
 
 
-def default_launcher() -> str:
-    """Return what starts ranks where the command line does not say it: that of tutti.toml, or this machine."""
+def _submitted_array(
+    run: click.Command,
+    words: Sequence[str],
+    text: str,
+    *,
+    on: str | None,
+    nnodes: int | CountRange | None,
+    requests: Sequence[str],
+    folder: Path | str | None,
+    resume: Path | str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Submit the runs of an array, and say so. The arguments are those of `submitted`, and the text of --array."""
+    from tutti.clusters.profile_file import read_profile
+    from tutti.commands.run_array import parse_array
+    from tutti.commands.submit import RunOfArray, submit_array
+
+    defaults = read_profile(Path.cwd()).run
+    array = parse_array(text, words)
+    runs = {}
+    for each in array.runs:
+        own = each.words(words)
+        options = replace(_options(run, own), folder=folder, resume=resume)
+        runs[each.number] = RunOfArray(options=options, words=tuple(own), title=each.title)
+    done = submit_array(
+        runs,
+        on=on or defaults.on or "slurm",
+        at_once=array.at_once,
+        nnodes=nnodes or node_counts(defaults.nnodes),
+        requests=requests,
+        dry_run=dry_run,
+    )
+    if as_json:
+        emit(done)
+    elif dry_run:
+        click.echo(done.preview, nl=False)
+    else:
+        lines = [
+            f"{done.scheduler} job {each.job}: {each.folder} ({runs[int(each.folder.name)].title})"
+            for each in done.runs
+        ]
+        console.print(
+            "\n".join(lines) + f"\n`tutti status` and `tutti cancel` take {done.folder}, or a run in it",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _options(run: click.Command, words: Sequence[str]) -> RunOptions:
+    """Return the options of `tutti run` among words."""
+    read = run.make_context("tutti submit", list(words)).params
+    return options_from(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
+
+
+def default_of(named: str | None, hosts: str | None) -> str | None:
+    """Return what starts ranks where the command line does not say it.
+
+    Args:
+        named: by tutti.toml.
+        hosts: those of the command line, which are for ssh unless tutti.toml names mpi.
+    """
+    return "ssh" if hosts is not None and named != "mpi" else named
+
+
+def default_launcher(hosts: str | None) -> str:
+    """Return what starts ranks where the command line does not say it: that of tutti.toml, ssh, or this machine."""
     here = Path.cwd()
     if not any((directory / "tutti.toml").is_file() for directory in (here, *here.parents)):
-        return "local"
+        return default_of(None, hosts) or "local"
     from tutti.clusters.profile_file import read_profile
 
-    return read_profile(here).run.on or "local"
+    return default_of(read_profile(here).run.on, hosts) or "local"
 
 
 def submitted_and_followed(words: Sequence[str]) -> int:
@@ -151,7 +229,8 @@ def status_command(runs: tuple[Path, ...], as_json: bool) -> None:
         step = f"step {state.step}{total}" if state.step is not None else ""
         loss = f"loss {state.loss:.4g}" if state.loss is not None else ""
         where = state.nodes and f"on {state.nodes}"
-        about = ", ".join(filter(None, (f"{state.scheduler} job {state.job}", state.reason, where, step, loss)))
+        job = f"{state.scheduler} job {state.job}"
+        about = ", ".join(filter(None, (job, state.values, state.reason, where, step, loss)))
         console.print(f"{state.folder}: {state.state} ({about})", markup=False, soft_wrap=True)
     if not found.runs:
         console.print("no run was submitted from here; `tutti submit` does it")
@@ -177,12 +256,12 @@ def logs_command(run: Path, follow: bool, rank: int | None) -> None:
 @click.argument("run", type=_RUN)
 @click.option("--checkpoint", is_flag=True, help="Let the ranks write a checkpoint first.")
 def cancel_command(run: Path, checkpoint: bool) -> None:
-    """End a submitted run."""
-    from tutti.commands.submit import end_run
+    """End a submitted run, or all runs of an array."""
+    from tutti.commands.submit import end_runs
 
-    record = end_run(run, checkpoint=checkpoint)
     how = "is told to write a checkpoint and to stop" if checkpoint else "is cancelled"
-    console.print(f"{record.scheduler} job {record.job} {how}", soft_wrap=True)
+    for record in end_runs(run, checkpoint=checkpoint):
+        console.print(f"{record.scheduler} job {record.job} {how}", soft_wrap=True)
 
 
 def _followed(folder: Path) -> int:

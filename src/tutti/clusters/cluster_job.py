@@ -4,8 +4,9 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -15,6 +16,9 @@ JobState = Literal["pending", "running", "completed", "failed", "cancelled", "un
 
 RECORD = "job.json"
 """File of the run folder that names the job."""
+
+ENTRY_POINT_GROUP = "tutti.schedulers"
+"""The entry points by which installed packages offer schedulers."""
 
 STAY_STOPPED = "stay-stopped"
 """File of the run folder: a job that stops with a checkpoint does not go on by itself."""
@@ -167,6 +171,58 @@ class NodeCommands(Protocol):
         ...
 
 
+@runtime_checkable
+class JobArrays(Protocol):
+    """A scheduler that takes several runs at once, as `tutti submit --array` needs."""
+
+    def preview_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+        """Return what would be submitted, as text.
+
+        Args:
+            requests: the runs by number. They differ in words, and in the last part of the folder, which is the number.
+            at_once: how many may run at once; None for all.
+
+        Raises:
+            LaunchError: a setting does not exist, or has no value that it may have.
+        """
+        ...
+
+    def submit_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> dict[int, str]:
+        """Submit them, and return the job of each.
+
+        Raises:
+            LaunchError: the scheduler refuses them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOffer:
+    """An entry point by which an installed package offers a scheduler.
+
+    Attributes:
+        name: what users write after `--on`.
+        package: its name and version.
+        value: where it is, as "module:Class".
+        load: imports the class.
+    """
+
+    name: str
+    package: str
+    value: str
+    load: Callable[[], Any]
+
+
+def offered_schedulers() -> list[SchedulerOffer]:
+    """Return the schedulers that installed packages offer, one for each package and name."""
+    found = {}
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        made_by = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.module
+        offer = SchedulerOffer(name=entry.name, package=made_by, value=entry.value, load=entry.load)
+        found[offer.name, offer.package, offer.value] = offer
+    return list(found.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """A submitted run, as its folder names it.
@@ -179,6 +235,7 @@ class JobRecord:
         nproc: ranks per node.
         submitted_utc: when it was submitted.
         log: the file that takes what the nodes print.
+        values: what a run of an array has of its own, such as "lr=0.1 seed=2".
     """
 
     scheduler: str
@@ -188,6 +245,7 @@ class JobRecord:
     nproc: tuple[int, ...] | None
     submitted_utc: str
     log: str
+    values: str = ""
 
 
 class HeldInterrupts:
@@ -255,6 +313,8 @@ def read_record(folder: Path) -> JobRecord:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if any(folder.glob(f"*/{RECORD}")):
+            raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {folder}/0") from None
         raise LaunchError(
             f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
         ) from None
@@ -265,7 +325,7 @@ def read_record(folder: Path) -> JobRecord:
         record = JobRecord(**{**document, "nproc": None if nproc is None else tuple(int(count) for count in nproc)})
     except (TypeError, KeyError, ValueError):
         raise LaunchError(f"{file} is no record of a submitted run; submit the run again") from None
-    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log)
+    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log, record.values)
     if not all(isinstance(text, str) for text in texts) or not isinstance(record.nodes, int):
         raise LaunchError(f"{file} is no record of a submitted run; submit the run again")
     return record

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tutti.clusters.cluster_job import offered_schedulers
+from tutti.config.count_range import node_counts
 from tutti.errors import LaunchError
 
 NAME = "tutti.toml"
@@ -48,20 +50,22 @@ class RunDefaults(BaseModel):
 
 
 class ClusterProfile(BaseModel):
-    """A whole tutti.toml.
+    """A whole tutti.toml. Schedulers of other packages have tables of their names, too.
 
     Attributes:
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
+        mpi: settings of runs by mpirun; see `tutti.clusters.mpi_hosts.MpiSettings`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     run: RunDefaults = RunDefaults()
     slurm: dict[str, Any] = {}
     ssh: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
+    mpi: dict[str, Any] = {}
 
 
 def read_cluster_settings(model: type[Settings], given: Mapping[str, Any], scheduler: str) -> Settings:
@@ -109,9 +113,23 @@ def read_profile(directory: Path) -> ClusterProfile:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise LaunchError(f"{file}: {name}: {first['msg']}; correct it") from None
-    hosts = profile.ssh.get("hosts")
-    if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
-        profile.ssh["hosts"] = str(beside)
+    try:
+        node_counts(profile.run.nnodes)
+    except LaunchError as error:
+        raise LaunchError(f"{file}: run.nnodes: {error}") from None
+    for table, settings in (profile.model_extra or {}).items():
+        if not isinstance(settings, dict):
+            raise LaunchError(f"{file}: {table} is no table; correct it")
+        if not any(offer.name == table for offer in offered_schedulers()):
+            tables = ", ".join(ClusterProfile.model_fields)
+            raise LaunchError(
+                f"{file}: {table}: there is no scheduler of this name; correct it, or install the package that has it "
+                f"(tables of tutti's own are {tables})"
+            )
+    for settings in (profile.ssh, profile.mpi):
+        hosts = settings.get("hosts")
+        if isinstance(hosts, str) and os.path.isfile(beside := file.parent / hosts):
+            settings["hosts"] = str(beside)
     return profile
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,9 @@ from tutti.environment import in_slurm_job
 from tutti.errors import LaunchError
 
 LOG = "slurm-%j.out"
+
+LOG_OF_ARRAY = "%a/slurm-%A_%a.out"
+"""The same of an array's runs, below the folder that has theirs."""
 
 MOST_REQUEUES = 1000
 """How often a job that stops with a checkpoint goes on by itself at most."""
@@ -57,6 +61,31 @@ _REASONS = (
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\"`$\\]*$")]
 
 
+class SlurmComponent(BaseModel):
+    """Nodes of one kind in a heterogeneous job: what it does not say is as for the whole job.
+
+    Attributes:
+        nodes: their number.
+        ranks: on each of them.
+        cpus, gpus, mem: per node.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    nodes: Annotated[int, Field(ge=1)] = 1
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    partition: Text | None = None
+    account: Text | None = None
+    qos: Text | None = None
+    constraint: Text | None = None
+    reservation: Text | None = None
+    nodelist: Text | None = None
+    exclude: Text | None = None
+    cpus: Annotated[int, Field(ge=1)] | None = None
+    gpus: Text | None = None
+    mem: Text | None = None
+
+
 class SlurmSettings(BaseModel):
     """The settings of a job, from `[slurm]` of tutti.toml and from --request.
 
@@ -69,6 +98,7 @@ class SlurmSettings(BaseModel):
         setup: shell lines that run first on each node, such as "module load cuda".
         container: what the command of a node is prefixed with, such as "apptainer exec --nv image.sif".
         options: further options of sbatch.
+        components: the kinds of nodes of a heterogeneous job.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
@@ -88,6 +118,7 @@ class SlurmSettings(BaseModel):
     setup: tuple[str, ...] = ()
     container: str = ""
     options: tuple[Text, ...] = ()
+    components: tuple[SlurmComponent, ...] = ()
 
 
 def read_settings(given: Mapping[str, Any]) -> SlurmSettings:
@@ -108,29 +139,80 @@ def batch_script(request: JobRequest) -> str:
         LaunchError: a setting does not exist, or has no value that it may have.
     """
     settings = read_settings(request.settings)
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(request, settings))]
-    lines += ["", f"cd {shlex.quote(str(request.directory))} || exit 2"]
+    lines = ["#!/bin/bash", *_header(request, settings), "", f"cd {shlex.quote(str(request.directory))} || exit 2"]
+    return "\n".join([*lines, *_body(request, settings)]) + "\n"
+
+
+def array_script(requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+    """Return the batch script of an array of runs, each of which runs as a job of its own would.
+
+    Raises:
+        LaunchError: a setting does not exist, or has no value that it may have.
+    """
+    first = next(iter(requests.values()))
+    settings = read_settings(first.settings)
+    numbers = ",".join(map(str, requests)) + (f"%{at_once}" if at_once is not None else "")
+    lines = ["#!/bin/bash", *_header(first, settings, LOG_OF_ARRAY), f"#SBATCH --array={numbers}", ""]
+    lines += [f"cd {shlex.quote(str(first.directory))} || exit 2", "case $SLURM_ARRAY_TASK_ID in"]
+    for number, request in requests.items():
+        lines += [f"{number})", *_body(request, settings), ";;"]
+    return "\n".join([*lines, "esac"]) + "\n"
+
+
+def _header(request: JobRequest, settings: SlurmSettings, log: str = LOG) -> list[str]:
+    if not settings.components:
+        return [f"#SBATCH {option}" for option in _options(request, settings, log)]
+    if log == LOG_OF_ARRAY:
+        raise LaunchError(
+            "--array: Slurm has no arrays of heterogeneous jobs; leave out [[slurm.components]], or --array"
+        )
+    lines: list[str] = []
+    begin = 0
+    for component in settings.components:
+        own = component.model_dump(exclude={"nodes", "ranks"}, exclude_none=True)
+        counts = request.nproc[begin : begin + component.nodes] if request.nproc is not None else None
+        part = replace(request, nodes=component.nodes, nproc=counts)
+        lines += ["#SBATCH hetjob"] if lines else []
+        lines += [f"#SBATCH {option}" for option in _options(part, settings.model_copy(update=own), log)]
+        begin += component.nodes
+    return lines
+
+
+def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     node = f"{shlex.quote(settings.python or sys.executable)} -m tutti.clusters.slurm_node"
-    arguments = (str(request.folder), str(request.resume or ""), *request.words)
-    steps = [*settings.setup, f"exec {settings.container} {node} {shlex.join(arguments)}".replace("  ", " ")]
-    command = shlex.quote("\n".join(steps))
+    named = settings.components[:1] and settings.components[0].ranks and request.nproc
+    ranks = ("--nproc", ",".join(map(str, request.nproc or ()))) if named else ()
+    place = (str(request.directory), str(request.nodes), str(request.folder), str(request.resume or ""))
+    steps = [*_setup(settings), f"exec {settings.container} {node} {shlex.join((*place, *ranks, *request.words))}"]
+    command = shlex.quote("\n".join(steps).replace("exec  ", "exec "))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
-    lines += [
+    groups = ",".join(map(str, range(len(settings.components))))  # one step, whose tasks are numbered over all of them
+    where = f"--het-group={groups}" if groups else f"--nodes={request.nodes} --ntasks={request.nodes}"
+    return [
         "trap : TERM USR1  # signals are for the ranks: they write a checkpoint",
-        f"srun --nodes={request.nodes} --ntasks={request.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 "
-        f"bash -c {command}",
+        f"srun {where} --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c {command}",
         "code=$?",
         f"if [ $code -eq 75 ] && [ ! -e {stay} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MOST_REQUEUES} ]; then",
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # Slurm ends this shell meanwhile",
         "fi",
         "exit $code",
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _options(request: JobRequest, settings: SlurmSettings) -> list[str]:
+def _setup(settings: SlurmSettings) -> list[str]:
+    """Return the lines of a node that come first; one that fails is named."""
+    if not settings.setup:
+        return []
+    lines = ['fail() { echo "tutti: setup line $1 failed on $HOSTNAME; correct it in tutti.toml" >&2; exit 2; }']
+    for number, line in enumerate(settings.setup, 1):
+        lines += [f"{{ {line}", f"}} </dev/null || fail {number}"]
+    return lines
+
+
+def _options(request: JobRequest, settings: SlurmSettings, name: str) -> list[str]:
     notice = int(request.grace_s) + 60
-    log = str(request.folder).replace("%", "%%") + f"/{LOG}"
+    folder = request.folder if name == LOG else request.folder.parent
+    log = str(folder).replace("%", "%%") + f"/{name}"
     found = [
         f"--job-name={_quoted(request.name)}",
         f"--nodes={request.nodes}",
@@ -187,7 +269,12 @@ class Slurm:
     """See `tutti.clusters.cluster_job.Scheduler`."""
 
     def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
-        return ()
+        found = tuple(each.ranks for each in read_settings(settings).components for _ in range(each.nodes))
+        if found and nnodes not in (None, len(found)):
+            raise LaunchError(f"--nnodes {nnodes}: [[slurm.components]] has {len(found)} nodes; leave one out")
+        if None in found and any(found):
+            raise LaunchError("[[slurm.components]]: only some have `ranks`; give all of them one, or none")
+        return found
 
     def preview(self, request: JobRequest) -> str:
         return batch_script(request)
@@ -199,8 +286,18 @@ class Slurm:
             raise LaunchError(_refusal(err or out))
         return out.strip().partition(";")[0]
 
+    def preview_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> str:
+        return array_script(requests, at_once)
+
+    def submit_array(self, requests: Mapping[int, JobRequest], at_once: int | None) -> dict[int, str]:
+        code, out, err = _ask("sbatch", "--parsable", text=array_script(requests, at_once))
+        if code:
+            raise LaunchError(_refusal(err or out))
+        job = out.strip().partition(";")[0]
+        return {number: f"{job}_{number}" for number in requests}
+
     def log(self, request: JobRequest, job: str) -> str:
-        return str(request.folder / LOG.replace("%j", job))
+        return str(request.folder / LOG.replace("%j", job))  # an array's job is ARRAY_NUMBER
 
     def status(self, job: str) -> JobStatus:
         code, out, err = _ask("scontrol", "--oneliner", "show", "job", job)
@@ -208,7 +305,9 @@ class Slurm:
             if "invalid job id" in err.lower():
                 return _accounted(job)
             raise LaunchError(_refusal(err or out))
-        fields = dict(re.findall(r"(\w+)=(\S*)", out))
+        parts = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in out.splitlines()]  # of a heterogeneous job
+        fields = next((part for part in parts if part.get("JobId") == job), dict(re.findall(r"(\w+)=(\S*)", out)))
+        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "(null)") != "(null)"]
         state = _STATES.get(fields.get("JobState", ""), "unknown")
         status, _, number = fields.get("ExitCode", "").partition(":")
         ended = state in ("completed", "failed", "cancelled")
@@ -217,7 +316,7 @@ class Slurm:
         return JobStatus(
             state=state,
             reason=_explained(reason) if reason != "None" and state in ("pending", "failed") else "",
-            nodes="" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
+            nodes=",".join(nodes),
             exit_code=exit_code if ended else None,
         )
 
@@ -236,8 +335,8 @@ class Slurm:
             if code:
                 raise LaunchError(_refusal(err or out))
         python = shlex.quote(read.python or sys.executable)
-        steps = [*read.setup, f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
-        return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("  ", " ")]
+        steps = [*_setup(read), f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
+        return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("exec  ", "exec ")]
 
     def collect(self, job: str) -> bool:
         return False

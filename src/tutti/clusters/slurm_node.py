@@ -1,24 +1,32 @@
 """What a batch job starts on each of its nodes: `tutti run`, with this node's number and where the nodes meet."""
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
-from tutti.environment import read_rank_environment, slurm_restarts
+from tutti.environment import in_slurm_job, read_rank_environment, slurm_restarts
+from tutti.errors import LaunchError
 
 
-def node_command(folder: str, resume: str, words: Sequence[str]) -> list[str]:
+def node_command(nodes: int, folder: str, resume: str, words: Sequence[str]) -> list[str]:
     """Return the arguments of `tutti run` on this node.
 
     Args:
+        nodes: number of nodes that the job has.
         folder: the run folder.
         resume: what the job's first start continues from; empty if it begins.
         words: the arguments that are the same on all nodes.
 
     Raises:
-        LaunchError: Slurm's variables contradict each other.
+        LaunchError: Slurm's variables contradict each other, or do not come through a container.
     """
     place = read_rank_environment()  # srun starts one task on each node
+    if not in_slurm_job() or place.world_size != nodes:
+        raise LaunchError(
+            f"the command on {socket.gethostname()} does not get Slurm's variables, which say which of {nodes} nodes "
+            "it is; let `container` pass SLURM_* on (apptainer does without --cleanenv, enroot with --env)"
+        )
     restarted = slurm_restarts() > 0
     found = ["run", "--on", "local", "--folder", folder]
     if restarted or resume:
@@ -30,9 +38,30 @@ def node_command(folder: str, resume: str, words: Sequence[str]) -> list[str]:
     return [*found, *words]
 
 
+def enter(directory: str, folder: str) -> None:
+    """Go to the directory of the command, where a container may have led elsewhere.
+
+    Raises:
+        LaunchError: the node, or the container, does not see it or the run folder.
+    """
+    for path in (directory, folder):
+        if not os.path.isdir(path):
+            raise LaunchError(
+                f"{socket.gethostname()} does not see {path} of the machine that submitted the run; use a disk that "
+                "all nodes share, and let `container` bind it (apptainer: --bind PATH)"
+            )
+    os.chdir(directory)
+
+
 def main() -> None:
-    """Become `tutti run`. The arguments are the run folder, what to resume, and those of `tutti run`."""
-    arguments = node_command(sys.argv[1], sys.argv[2], sys.argv[3:])
+    """Become `tutti run`. The arguments are directory, number of nodes, run folder, what to resume, and its own."""
+    directory, nodes, folder, resume, *words = sys.argv[1:]
+    try:
+        enter(directory, folder)
+        arguments = node_command(int(nodes), folder, resume, words)
+    except LaunchError as error:
+        print(f"tutti: {error}", file=sys.stderr)
+        sys.exit(2)
     os.execv(sys.executable, [sys.executable, "-m", "tutti.cli.main", *arguments])
 
 

@@ -5,17 +5,13 @@ import json
 import os
 import secrets
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
-from tutti.clusters.ssh_driver import CANCEL, driver_process, job_name, job_status, read_state
+from tutti.clusters.driver_job import cancel_driver, job_status, running_driver, start_driver
 from tutti.clusters.ssh_hosts import (
     SshHost,
     SshSettings,
@@ -35,7 +31,6 @@ PLACE = "ssh.json"
 """File of the run folder that says under which name hosts keep it, which do not see this machine's disk."""
 
 _START_S = 20.0
-_CANCEL_S = 25.0
 
 
 class Ssh:
@@ -102,7 +97,7 @@ class Ssh:
             "places": [] if shared else [place.copy for place in prepared],
             "names": {} if shared else _names(request, prepared),
         }
-        return _start_driver(job)
+        return start_driver("tutti.clusters.ssh_driver", job, request.folder / LOG, _START_S)
 
     def check_range(self, request: JobRequest) -> None:
         _chosen(read_ssh_settings(request.settings), request.directory, request.nodes)
@@ -117,30 +112,10 @@ class Ssh:
         return False
 
     def stop(self, job: str) -> None:
-        _driver(job).terminate()
+        running_driver(job, "ssh").terminate()
 
     def cancel(self, job: str) -> None:
-        process = _driver(job)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(CANCEL)
-            try:
-                process.wait(_CANCEL_S)
-            except psutil.TimeoutExpired:
-                process.kill()  # the hosts end by themselves then
-
-
-def _driver(job: str) -> psutil.Process:
-    """Return the driver of a job.
-
-    Raises:
-        LaunchError: it runs on another machine, or has ended.
-    """
-    state = read_state(job)
-    process = driver_process(state) if state is not None else None
-    if process is None:
-        place = f" here; it was started on {state.machine}" if state is not None else ""
-        raise LaunchError(f"ssh job {job} does not run{place}; `tutti status` shows its state")
-    return process
+        cancel_driver(job, "ssh")
 
 
 def _refuse_busy(folder: Path) -> None:
@@ -295,31 +270,3 @@ def _names(request: JobRequest, hosts: Sequence[PreparedHost]) -> dict[str, str]
     here = str(folder.relative_to(request.directory) if folder.is_relative_to(request.directory) else folder)
     names = {place.folder: str(folder) for place in hosts}
     return names | {f"runs/{Path(place.folder).name}": here for place in hosts}
-
-
-def _start_driver(job: dict[str, Any]) -> str:
-    """Start the driver in a session of its own, which no terminal ends, and return the job's name.
-
-    Raises:
-        LaunchError: it ended at once.
-    """
-    with (Path(job["folder"]) / LOG).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tutti.clusters.ssh_driver"],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        name = job_name(process.pid)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
-            stream.write(json.dumps(job).encode() + b"\n")
-        deadline = time.monotonic() + _START_S
-        while read_state(name) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
-            time.sleep(0.05)
-    except BaseException:  # nobody would know its name; the hosts end by themselves
-        process.kill()
-        process.wait()
-        raise
-    return name

@@ -10,26 +10,19 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
-
-from tutti.clusters.cluster_job import JobStatus
-from tutti.clusters.ssh_node import BEAT_S, FRAME, LOST_S
-from tutti.config.safe_text import plain_text, shorten
-from tutti.environment import state_folder
+from tutti.clusters.driver_job import CANCEL, first_error, own_state, save_state
+from tutti.clusters.node_run import BEAT_S, LOST_S
+from tutti.clusters.ssh_node import FRAME
+from tutti.config.safe_text import plain_text
 from tutti.errors import RESUMABLE
-
-CANCEL = signal.SIGUSR1
-"""The signal that ends a job at once; SIGTERM lets the ranks write a checkpoint first."""
 
 FAILED_S = 10.0
 """Seconds that the other hosts have to notice by themselves that one has failed, before they are told to end."""
@@ -46,84 +39,6 @@ START_S = 90.0
 _CANCEL_S = 15.0
 
 _NODE = b"from tutti.clusters.ssh_node import main; main()"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """The state of a job, as its driver writes it.
-
-    Attributes:
-        machine: where the driver runs.
-        pid, since: its process, and the Unix time at which that was started.
-        places: where hosts have a copy of the code for it, as HOST:DIRECTORY.
-    """
-
-    machine: str
-    pid: int
-    since: float
-    state: str
-    reason: str
-    nodes: str
-    exit_code: int | None
-    places: Sequence[str] = ()
-
-
-def job_name(pid: int) -> str:
-    """Return the name of the job whose driver is this process: a number that is used again names another."""
-    return f"{pid}-{int(psutil.Process(pid).create_time())}"
-
-
-def state_file(job: str) -> Path:
-    """Return the file of a job's state."""
-    return state_folder() / "ssh" / f"{job}.json"
-
-
-def read_state(job: str) -> JobState | None:
-    """Return the state of a job as its driver wrote it last; None without one."""
-    try:
-        return JobState(**json.loads(state_file(job).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def driver_process(state: JobState) -> psutil.Process | None:
-    """Return a job's driver if it lives on this machine."""
-    try:
-        process = psutil.Process(state.pid)
-        if abs(process.create_time() - state.since) < 1.0 and process.status() != psutil.STATUS_ZOMBIE:
-            return process
-    except psutil.Error:
-        pass
-    return None
-
-
-def job_in(place: str) -> str:
-    """Return the name of a job of this machine that runs in a copy of the code; empty if there is none.
-
-    Args:
-        place: HOST:DIRECTORY of the copy.
-    """
-    for file in state_file("").parent.glob("*.json"):
-        state = read_state(file.stem)
-        if state is None or place not in state.places or state.exit_code is not None:
-            continue
-        if state.machine == socket.gethostname() and driver_process(state) is not None:
-            return file.stem
-    return ""
-
-
-def job_status(job: str) -> JobStatus:
-    """Return the state of a job; "unknown" if this user has none of that name on this machine."""
-    state = read_state(job)
-    if state is None:
-        return JobStatus(state="unknown")
-    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
-        state = read_state(job) or state  # it may have ended just now
-    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
-        reason = "its driver on this machine was killed, so the hosts have ended the ranks"
-        return JobStatus(state="failed", reason=reason, nodes=state.nodes, exit_code=1)
-    known: Any = state.state
-    return JobStatus(state=known, reason=state.reason, nodes=state.nodes, exit_code=state.exit_code)
 
 
 class HostLink:
@@ -306,7 +221,7 @@ class Driver:
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._job, self._name = job, job_name(os.getpid())
+        self._job = job
         self._nodes = ",".join(task["name"] for task in job["hosts"])
         self._results = Results(Path(job["folder"]), several=len(job["hosts"]) > 1, names=job["names"])
         self._stopped = self._cancelled = False
@@ -385,7 +300,7 @@ class Driver:
             state, code, self._reason = "cancelled", 130, ""
         elif lost or failed:
             state, code = "failed", 1 if lost else failed[0]
-            self._reason = lost or _first_error(Path(self._job["folder"])) or self._reason
+            self._reason = lost or first_error(Path(self._job["folder"])) or self._reason
         else:
             code = max(link.code or 0 for link in deciding)
             state, self._reason = ("failed", "stopped with a checkpoint") if code else ("completed", "")
@@ -394,27 +309,7 @@ class Driver:
             link.close()
 
     def _write(self, state: str, code: int | None, reason: str = "") -> None:
-        process = psutil.Process()
-        known = JobState(
-            machine=socket.gethostname(), pid=process.pid, since=process.create_time(), state=state, reason=reason,
-            nodes=self._nodes, exit_code=code, places=self._job["places"],
-        )  # fmt: skip
-        file = state_file(self._name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(known)) + "\n", encoding="utf-8")
-        partial.replace(file)
-
-
-def _first_error(folder: Path) -> str:
-    """Return the first failure of a rank that did not only lose another one, as a clause; "" if none is recorded."""
-    found = []
-    for file in folder.glob("ranks/*/error.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            error = json.loads(file.read_text(encoding="utf-8"))
-            if error["kind"] != "peer":
-                found.append((float(error["time_s"]), f"rank {error['rank']} on {error['host']}: {error['message']}"))
-    return shorten(" ".join(plain_text(min(found)[1]).split()), 300) if found else ""
+        save_state(own_state(state, reason, self._nodes, code, places=self._job["places"]))
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import os
 import queue
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,17 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tutti.launch import process_tree
+from tutti.clusters.node_run import Commands, HostRun, watch
 from tutti.launch.launch_environment import variables
-
-BEAT_S = 1.0
-"""Seconds between two signs of life."""
-
-LOST_S = 15.0
-"""Seconds without a sign of life after which the other side is lost."""
-
-LOST_GRACE_S = 8.0
-"""Seconds that ranks then have to write a checkpoint."""
 
 FRAME = b"tutti-frame "
 """Begins the line before each frame."""
@@ -65,35 +55,6 @@ class Frames:
                 self._out.write(FRAME + json.dumps(fields).encode() + b"\n" + data)
                 self._out.flush()
             self._queue.task_done()
-
-
-class Commands:
-    """The commands of the other side, and whether it still lives."""
-
-    def __init__(self, source: BinaryIO) -> None:
-        self._heard, self._ended = time.monotonic(), False
-        self._commands: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, args=(source,), name="tutti commands", daemon=True).start()
-
-    def next(self) -> str:
-        """Return the next command; an empty text if there is none."""
-        with contextlib.suppress(queue.Empty):
-            return self._commands.get_nowait()
-        return ""
-
-    @property
-    def lost(self) -> bool:
-        """Whether the other side is lost."""
-        return self._ended or time.monotonic() - self._heard > LOST_S
-
-    def _read(self, source: BinaryIO) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while line := source.readline():
-                self._heard = time.monotonic()
-                command = json.loads(line).get("command", "")
-                if command:
-                    self._commands.put(command)
-        self._ended = True
 
 
 class FolderSender:
@@ -179,91 +140,24 @@ class FolderSender:
                 self._frames.send("file", data, path=name, offset=place, last=last)
 
 
-class HostRun:
-    """`tutti run` on this host.
-
-    Args:
-        task: the arguments of `tutti run`, the secret, where it runs and what is sent back.
-        frames: takes what it prints.
-    """
-
-    def __init__(self, task: dict[str, Any], frames: Frames) -> None:
-        environment = variables() | {"TUTTI_SECRET": task["secret"]}
-        if task["python_path"]:
-            before = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (task["python_path"], before)))
-        process_tree.adopt_orphans()
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tutti.cli.main", *task["arguments"]],
-            cwd=task["directory"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=process_tree.end_with_parent,
-        )
-        self._reader = threading.Thread(target=self._read, args=(frames,), name="tutti output", daemon=True)
-        self._reader.start()
-
-    def code(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        return self._process.poll()
-
-    def stop(self) -> None:
-        """Let the ranks write a checkpoint and end."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End everything that it has started."""
-        for _ in range(3):  # what a process starts while it is being killed is an orphan, which is found next
-            process_tree.kill_all(process_tree.descendants([os.getpid()]))
-            time.sleep(0.05)
-        self._process.wait()
-
-    def hear_the_rest(self) -> None:
-        """Read what it has printed last, but do not wait for a process that holds its output open."""
-        self._reader.join(1.0)
-
-    def _read(self, frames: Frames) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            while data := os.read(self._process.stdout.fileno(), 1 << 16):
-                frames.send("output", data)
-
-
-def _watch(run: HostRun, commands: Commands, sender: FolderSender, frames: Frames) -> int:
-    """Watch the run to its end, and return its exit code."""
-    deadline, swept = float("inf"), 0.0
-    while (code := run.code()) is None:
-        now = time.monotonic()
-        command = commands.next()
-        if command == "stop":
-            run.stop()
-        if command == "cancel" or now > deadline:
-            run.kill()
-            continue
-        if (command == "end" or commands.lost) and deadline == float("inf"):
-            run.stop()
-            deadline = now + LOST_GRACE_S
-        if now > swept + BEAT_S:
-            swept = now
-            frames.send("beat")
-            if frames.waiting < _MOST_QUEUED:
-                sender.sweep()
-        time.sleep(0.1)
-    return code
-
-
 def _ran(task: dict[str, Any], commands: Commands, sender: FolderSender, frames: Frames) -> int:
     """Run `tutti run` to its end, and return its exit code."""
+    environment = variables() | {"TUTTI_SECRET": task["secret"]}
+    if task["python_path"]:
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (task["python_path"], before)))
     try:
-        run = HostRun(task, frames)
+        run = HostRun(task["arguments"], task["directory"], environment, lambda data: frames.send("output", data))
     except OSError as error:
         frames.send("output", f"tutti: `tutti run` cannot be started ({error}); correct the host\n".encode())
         return 2
-    code = _watch(run, commands, sender, frames)
+
+    def beat() -> None:
+        frames.send("beat")
+        if frames.waiting < _MOST_QUEUED:
+            sender.sweep()
+
+    code = watch(run, commands, beat)
     run.kill()  # what has outlived it
     run.hear_the_rest()
     return code

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tutti.clusters import ssh_agent
-from tutti.clusters.ssh_driver import job_in
+from tutti.clusters.driver_job import job_in
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, explain_ssh, ssh_command, ssh_words
 from tutti.config.safe_text import plain_text
 from tutti.errors import LaunchError

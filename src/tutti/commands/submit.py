@@ -4,15 +4,16 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from tutti.clusters.cluster_job import (
     RECORD,
     STAY_STOPPED,
+    JobArrays,
     JobRecord,
     JobRequest,
     JobStatus,
@@ -64,10 +65,41 @@ class SubmittedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOfArray:
+    """A run of an array that is to be submitted.
+
+    Attributes:
+        options: of `tutti run`.
+        words: its other arguments.
+        title: what it has of its own, such as "lr=0.1 seed=2".
+    """
+
+    options: RunOptions
+    words: tuple[str, ...]
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedArray:
+    """An array of runs that was submitted, or with `--dry-run` what would be.
+
+    Attributes:
+        folder: the folder that has theirs.
+        preview: what was submitted, as text.
+    """
+
+    folder: Path
+    scheduler: str
+    preview: str
+    runs: tuple[SubmittedRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """A submitted run, as `tutti status` shows it.
 
     Attributes:
+        values: what a run of an array has of its own, such as "lr=0.1 seed=2".
         step, total_steps, loss: of the last completed step; None before the first.
     """
 
@@ -78,6 +110,7 @@ class RunState:
     state: str
     reason: str
     nodes: str
+    values: str
     step: int | None
     total_steps: int | None
     loss: float | None
@@ -117,10 +150,7 @@ def submit(
     from tutti.launch.script_path import run_folder
 
     on = ALIASES.get(on, on)
-    scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
-    if hosts is not None and on != "ssh":
-        raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
-    settings = with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
+    scheduler, settings = scheduler_for(on), _settings(on, requests, hosts)
     most = nnodes.most if isinstance(nnodes, CountRange) else nnodes
     options = _on_nodes(options, scheduler.nodes(settings, most), most)
     if isinstance(nnodes, CountRange):
@@ -128,12 +158,7 @@ def submit(
         nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
-    asked = options.folder
-    if isinstance(asked, str):
-        raise LaunchError(
-            f"--folder {asked}: nodes of a cluster need a run folder that they see; name a path, and for checkpoints "
-            f"--checkpoint-store {asked}"
-        )
+    asked = _local_folder(options)
     if dry_run:
         folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
     else:
@@ -141,7 +166,112 @@ def submit(
         if asked is None and resume is not None and (resume / RECORD).exists():
             asked = resume  # also where the run itself lies in the cluster
         folder = run_folder(asked, resume, options.name)
-    request = JobRequest(
+    request = _request(options, words, nproc, folder, settings)
+    if request.least_nodes is not None:
+        _check_range(scheduler, request, options.nodes, on)
+    preview = scheduler.preview(request)
+    if dry_run:
+        return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / STAY_STOPPED).unlink()
+    job = _started(scheduler, request, on)
+    return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def submit_array(
+    runs: Mapping[int, RunOfArray],
+    *,
+    on: str,
+    at_once: int | None,
+    nnodes: int | CountRange | None = None,
+    requests: Sequence[str] = (),
+    dry_run: bool = False,
+) -> SubmittedArray:
+    """Submit several runs to a cluster as one job, each with a run folder of its own in a common one.
+
+    Args:
+        runs: by number; they need the same nodes.
+        on: the scheduler's name.
+        at_once: how many may run at once; None for all.
+        nnodes: number of nodes of each; 1 if None.
+        requests: settings of the job, such as "partition=gpu,time=2h".
+        dry_run: submit nothing.
+
+    Raises:
+        TuttiError: what `tutti run` would refuse, the scheduler refuses, or it takes no arrays.
+    """
+    from tutti.launch.script_path import run_folder
+
+    on = ALIASES.get(on, on)
+    scheduler, settings = scheduler_for(on), _settings(on, requests, None)
+    if not isinstance(scheduler, JobArrays):
+        raise LaunchError(f"--array: {on} takes no arrays of runs; use --on slurm, or submit each run")
+    if isinstance(nnodes, CountRange):
+        raise LaunchError(f"--nnodes {nnodes}: the runs of an array have one number of nodes; give one")
+    ready = {
+        number: replace(run, options=_on_nodes(run.options, scheduler.nodes(settings, nnodes), nnodes))
+        for number, run in runs.items()
+    }
+    nproc = {number: _checked(run.options) for number, run in ready.items()}
+    first = next(iter(ready.values())).options
+    if len({(run.options.nnodes, nproc[number]) for number, run in ready.items()}) > 1:
+        raise LaunchError("--array: the runs need different numbers of nodes or ranks; submit these one by one")
+    if first.resume is not None:
+        raise LaunchError("--array begins new runs; let one of an array go on by itself: --resume FOLDER/NUMBER")
+    named = _local_folder(first)
+    if dry_run:
+        folder = (named or Path("runs") / f"{first.name}-TIME").resolve()
+    else:
+        folder = run_folder(named, None, first.name)
+        for number in ready:
+            run_folder(folder / str(number), None, first.name)
+    asked = {
+        number: _request(run.options, run.words, nproc[number], folder / str(number), settings)
+        for number, run in ready.items()
+    }
+    preview = scheduler.preview_array(asked, at_once)
+    if dry_run:
+        return SubmittedArray(folder=folder, scheduler=on, preview=preview, runs=())
+    for request in asked.values():
+        (request.folder / STAY_STOPPED).unlink(missing_ok=True)
+    with interrupts_held() as interrupts:
+        jobs = scheduler.submit_array(asked, at_once)
+        for number, request in asked.items():
+            _record(scheduler, request, on, jobs[number], ready[number].title)
+    if interrupts.came:
+        _cancelled_again(folder, f"{on} job {jobs[next(iter(jobs))]}")
+    found = tuple(
+        SubmittedRun(folder=asked[number].folder, scheduler=on, job=job, preview="") for number, job in jobs.items()
+    )
+    return SubmittedArray(folder=folder, scheduler=on, preview=preview, runs=found)
+
+
+def _local_folder(options: RunOptions) -> Path | None:
+    """Return the run folder that the options name. Raises LaunchError if it is in a store."""
+    if isinstance(options.folder, str):
+        raise LaunchError(
+            f"--folder {options.folder}: nodes of a cluster need a run folder that they see; name a path, and for "
+            f"checkpoints --checkpoint-store {options.folder}"
+        )
+    return options.folder
+
+
+def _settings(on: str, requests: Sequence[str], hosts: str | None) -> dict[str, Any]:
+    """Return the settings of a job from tutti.toml, --request and --hosts."""
+    if hosts is not None and on not in ("ssh", "mpi"):
+        raise LaunchError(f"--hosts is for --on ssh or mpi, and --on is {on}; leave it out, or add --on ssh")
+    profile = read_profile(Path.cwd())
+    return with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
+
+
+def _request(
+    options: RunOptions,
+    words: Sequence[str],
+    nproc: tuple[int, ...] | None,
+    folder: Path,
+    settings: Mapping[str, Any],
+) -> JobRequest:
+    return JobRequest(
         name=options.name,
         folder=folder,
         directory=Path.cwd(),
@@ -155,15 +285,6 @@ def submit(
         restarts=options.max_restarts,
         settings=settings,
     )
-    if request.least_nodes is not None:
-        _check_range(scheduler, request, options.nodes, on)
-    preview = scheduler.preview(request)
-    if dry_run:
-        return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
-    with contextlib.suppress(FileNotFoundError):
-        (folder / STAY_STOPPED).unlink()
-    job = _started(scheduler, request, on)
-    return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
 
 
 def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:
@@ -180,25 +301,44 @@ def _started(scheduler: Scheduler, request: JobRequest, on: str) -> str:
     """
     with interrupts_held() as interrupts:
         job = scheduler.submit(request)
-        record = JobRecord(
-            scheduler=on,
-            job=job,
-            name=request.name,
-            nodes=request.nodes,
-            nproc=request.nproc,
-            submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-            log=scheduler.log(request, job),
-        )
-        write_record(request.folder, record)
-        _remember(request.folder)
+        _record(scheduler, request, on, job)
     if interrupts.came:
-        try:
-            end_run(request.folder, checkpoint=False)
-            warn(f"interrupted: {on} job {job} is cancelled")
-        except TuttiError as error:
-            warn(f"interrupted after {on} job {job} was submitted: {error}")
-        raise KeyboardInterrupt
+        _cancelled_again(request.folder, f"{on} job {job}")
     return job
+
+
+def _record(scheduler: Scheduler, request: JobRequest, on: str, job: str, values: str = "") -> None:
+    """Write the record of a job into its run folder, and remember that."""
+    record = JobRecord(
+        scheduler=on,
+        job=job,
+        name=request.name,
+        nodes=request.nodes,
+        nproc=request.nproc,
+        submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        log=scheduler.log(request, job),
+        values=values,
+    )
+    write_record(request.folder, record)
+    _remember(request.folder)
+
+
+def _cancelled_again(folder: Path, job: str) -> NoReturn:
+    """Cancel what was submitted while Ctrl-C came. Raises KeyboardInterrupt."""
+    try:
+        end_runs(folder, checkpoint=False)
+        warn(f"interrupted: {job} is cancelled")
+    except TuttiError as error:
+        warn(f"interrupted after {job} was submitted: {error}")
+    raise KeyboardInterrupt
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of the runs of an array, by number; the folder itself if it has none."""
+    if (folder / RECORD).is_file():
+        return [folder]
+    found = [file.parent for file in folder.glob(f"*/{RECORD}") if file.parent.name.isdecimal()]
+    return sorted(found, key=lambda run: int(run.name)) or [folder]
 
 
 def _on_nodes(options: RunOptions, ranks: tuple[int | None, ...], nnodes: int | None) -> RunOptions:
@@ -328,13 +468,33 @@ def end_run(folder: Path, *, checkpoint: bool) -> JobRecord:
     return record
 
 
+def end_runs(folder: Path, *, checkpoint: bool) -> list[JobRecord]:
+    """End a submitted run, or those of an array that have not ended.
+
+    Args:
+        folder: the run folder, or the one that has an array's.
+        checkpoint: let the ranks write a checkpoint first.
+
+    Returns:
+        The records of those that are ended.
+
+    Raises:
+        LaunchError: there is no submitted run, all have ended, or the scheduler does not answer.
+    """
+    runs = runs_in(folder)
+    going_on = [run for run in runs if len(runs) == 1 or not _is_over(read_record(run))]
+    if not going_on:
+        raise LaunchError(f"all {len(runs)} runs of {short(folder)} have ended already")
+    return [end_run(run, checkpoint=checkpoint) for run in going_on]
+
+
 def states(folders: Sequence[Path] = ()) -> SubmittedRuns:
     """Return the state of submitted runs.
 
     Args:
         folders: run folders; all that are known if there are none.
     """
-    known = [Path(folder).resolve() for folder in folders] or _known()
+    known = [run.resolve() for folder in folders for run in runs_in(Path(folder))] or _known()
     found = []
     for folder in known:
         record = read_record(folder)
@@ -352,6 +512,7 @@ def states(folders: Sequence[Path] = ()) -> SubmittedRuns:
                 state=status.state,
                 reason=status.reason,
                 nodes=status.nodes,
+                values=record.values,
                 step=row.get("step"),
                 total_steps=row.get("total_steps"),
                 loss=row.get("loss"),
@@ -383,7 +544,7 @@ def output(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
         raise LaunchError(f"{short(folder)} has no rank {rank} yet, or never had one; `tutti status` shows its state")
     tails = [Tail(file, from_end=False) for file in files]
     while True:
-        going_on = follow and not _is_over(scheduler, record)
+        going_on = follow and not _is_over(record)
         scheduler.collect(record.job)
         yield from filter(None, (tail.read() for tail in tails))
         if not going_on:
@@ -391,8 +552,8 @@ def output(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
         time.sleep(POLL_S)
 
 
-def _is_over(scheduler: Scheduler, record: JobRecord) -> bool:
-    status = scheduler.status(record.job)
+def _is_over(record: JobRecord) -> bool:
+    status = scheduler_for(record.scheduler).status(record.job)
     return status.ended or status.state == "unknown"
 
 

@@ -1,0 +1,202 @@
+"""A job whose driver is a process of the submitting machine: its state, which outlives it, its start and its end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tutti.clusters.cluster_job import JobStatus
+from tutti.config.safe_text import plain_text, shorten
+from tutti.environment import state_folder
+from tutti.errors import LaunchError
+
+CANCEL = signal.SIGUSR1
+"""The signal that ends a job at once; SIGTERM lets the ranks write a checkpoint first."""
+
+_CANCEL_S = 25.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """The state of a job, as its driver writes it.
+
+    Attributes:
+        machine: where the driver runs.
+        pid, since: its process, and the Unix time at which that was started.
+        places: where hosts have a copy of the code for it, as HOST:DIRECTORY.
+        began: whether its nodes have started; the reason says why not.
+    """
+
+    machine: str
+    pid: int
+    since: float
+    state: str
+    reason: str
+    nodes: str
+    exit_code: int | None
+    places: Sequence[str] = ()
+    began: bool = True
+
+
+def job_name(pid: int) -> str:
+    """Return the name of the job whose driver is this process: a number that is used again names another."""
+    return f"{pid}-{int(psutil.Process(pid).create_time())}"
+
+
+def state_file(job: str) -> Path:
+    """Return the file of a job's state."""
+    return state_folder() / "drivers" / f"{job}.json"
+
+
+def read_state(job: str) -> JobState | None:
+    """Return the state of a job as its driver wrote it last; None without one."""
+    try:
+        return JobState(**json.loads(state_file(job).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def driver_process(state: JobState) -> psutil.Process | None:
+    """Return a job's driver if it lives on this machine."""
+    try:
+        process = psutil.Process(state.pid)
+        if abs(process.create_time() - state.since) < 1.0 and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    except psutil.Error:
+        pass
+    return None
+
+
+def job_in(place: str) -> str:
+    """Return the name of a job of this machine that runs in a copy of the code; empty if there is none.
+
+    Args:
+        place: HOST:DIRECTORY of the copy.
+    """
+    for file in state_file("").parent.glob("*.json"):
+        state = read_state(file.stem)
+        if state is None or place not in state.places or state.exit_code is not None:
+            continue
+        if state.machine == socket.gethostname() and driver_process(state) is not None:
+            return file.stem
+    return ""
+
+
+def job_status(job: str) -> JobStatus:
+    """Return the state of a job; "unknown" if this user has none of that name on this machine."""
+    state = read_state(job)
+    if state is None:
+        return JobStatus(state="unknown")
+    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
+        state = read_state(job) or state  # it may have ended just now
+    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
+        reason = "its driver on this machine was killed, so the hosts have ended the ranks"
+        return JobStatus(state="failed", reason=reason, nodes=state.nodes, exit_code=1)
+    known: Any = state.state
+    return JobStatus(state=known, reason=state.reason, nodes=state.nodes, exit_code=state.exit_code)
+
+
+def save_state(state: JobState) -> None:
+    """Write the state of the job whose driver is this process."""
+    file = state_file(job_name(os.getpid()))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def own_state(state: str, reason: str, nodes: str, exit_code: int | None, **further: Any) -> JobState:
+    """Return the state of the job whose driver is this process."""
+    process = psutil.Process()
+    return JobState(
+        machine=socket.gethostname(), pid=process.pid, since=process.create_time(), state=state, reason=reason,
+        nodes=nodes, exit_code=exit_code, **further,
+    )  # fmt: skip
+
+
+def running_driver(job: str, scheduler: str) -> psutil.Process:
+    """Return the driver of a job.
+
+    Args:
+        job: its name.
+        scheduler: the scheduler's name, in messages.
+
+    Raises:
+        LaunchError: it runs on another machine, or has ended.
+    """
+    state = read_state(job)
+    process = driver_process(state) if state is not None else None
+    if process is None:
+        place = f" here; it was started on {state.machine}" if state is not None else ""
+        raise LaunchError(f"{scheduler} job {job} does not run{place}; `tutti status` shows its state")
+    return process
+
+
+def cancel_driver(job: str, scheduler: str) -> None:
+    """Let a job's driver end everything at once.
+
+    Raises:
+        LaunchError: it runs on another machine, or has ended.
+    """
+    process = running_driver(job, scheduler)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(CANCEL)
+        try:
+            process.wait(_CANCEL_S)
+        except psutil.TimeoutExpired:
+            process.kill()  # the hosts end by themselves then
+
+
+def start_driver(module: str, job: dict[str, Any], log: Path, timeout_s: float) -> str:
+    """Start the driver in a session of its own, which no terminal ends, and return the job's name.
+
+    Args:
+        module: the driver's, which reads the job from its input.
+        job: what it is to do, as JSON.
+        log: the file that takes what it prints.
+        timeout_s: the longest time until it has written its state.
+
+    Raises:
+        LaunchError: it ended at once.
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        name = job_name(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+            stream.write(json.dumps(job).encode() + b"\n")
+        deadline = time.monotonic() + timeout_s
+        while read_state(name) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise LaunchError(f"the driver of the run ended at once; {log} says why")
+            time.sleep(0.05)
+    except BaseException:  # nobody would know its name; the hosts end by themselves
+        process.kill()
+        process.wait()
+        raise
+    return name
+
+
+def first_error(folder: Path) -> str:
+    """Return the first failure of a rank that did not only lose another one, as a clause; "" if none is recorded."""
+    found = []
+    for file in folder.glob("ranks/*/error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            error = json.loads(file.read_text(encoding="utf-8"))
+            if error["kind"] != "peer":
+                found.append((float(error["time_s"]), f"rank {error['rank']} on {error['host']}: {error['message']}"))
+    return shorten(" ".join(plain_text(min(found)[1]).split()), 300) if found else ""

@@ -1,0 +1,137 @@
+"""Heterogeneous jobs, and tasks with a GPU of their own, on a real Slurm that counts files as GPUs."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clusters.command_rig import state, tutti
+from launch.launch_rig import SCRIPTS, TUTTI, running, wait_until
+from launch.slurm_rig import missing, slurm
+
+needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+TRAIN = str(SCRIPTS / "train.py")
+
+COMPONENTS = """
+[slurm]
+setup = ["export SEEN=$SLURM_PROCID-$CUDA_VISIBLE_DEVICES"]
+[[slurm.components]]
+nodes = 1
+ranks = 2
+gpus = 2
+[[slurm.components]]
+nodes = 1
+ranks = 1
+gpus = 1
+constraint = "old"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    base.chmod(0o755)
+    try:
+        with slurm(base, scheduler="backfill", gpus=2) as environment:
+            yield {**environment, "XDG_STATE_HOME": str(base)}
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_job_of_two_kinds_of_nodes_trains_stops_and_goes_on(tmp_path: Path, cluster: dict[str, str]) -> None:
+    (tmp_path / "tutti.toml").write_text(COMPONENTS.replace('constraint = "old"\n', ""))
+    script = "import os\nprint('seen', os.environ['RANK'], os.environ['SEEN'], flush=True)\n"
+    (tmp_path / "train.py").write_text(script + Path(TRAIN).read_text())
+    words = ("--no-predict", "--folder", "run", "train.py", "200", "0.2")
+    code, out, err = tutti(tmp_path, cluster, "submit", "--on", "slurm", "--json", *words)
+    assert code == 0, err
+    job = json.loads(out)["job"]
+
+    def log() -> str:
+        return "\n".join(file.read_text() for file in tmp_path.glob("run/*.out"))
+
+    def step() -> int:
+        return int(str(state(tmp_path, cluster, "run")["step"] or 0))
+
+    assert wait_until(lambda: step() >= 2, 100), log() + str(state(tmp_path, cluster, "run"))
+    found = state(tmp_path, cluster, "run")
+    assert (found["state"], found["nodes"]) == ("running", "n0,n1")
+    assert json.loads((tmp_path / "run/run.json").read_text())["world_size"] == 3
+    seen = "".join((tmp_path / f"run/ranks/{rank}/stdout.log").read_text() for rank in range(3))
+    assert [line for line in seen.splitlines() if line.startswith("seen")] == [
+        "seen 0 0-0,1",
+        "seen 1 0-0,1",
+        "seen 2 1-0",
+    ]
+    subprocess.run(["scancel", "--signal=TERM", job], env={**cluster, "PATH": "/usr/bin:/bin"}, check=True)
+
+    def starts() -> list[int]:
+        rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        return [row["resumed_at_step"] for row in rows if row["kind"] == "start"]
+
+    assert wait_until(lambda: len(starts()) == 2, 100), log() + str(state(tmp_path, cluster, "run"))
+    assert starts()[1] >= 2
+    code, _, err = tutti(tmp_path, cluster, "cancel", "--checkpoint", "run")
+    assert code == 0, err
+    code, _, err = tutti(tmp_path, cluster, "attach", "run")
+    assert code == 75, err + log()
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_each_task_of_srun_sees_a_gpu_of_its_own(tmp_path: Path, cluster: dict[str, str]) -> None:
+    shown = "import os; print('gpu', os.environ['SLURM_PROCID'], os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+    script = tmp_path / "meet.py"
+    script.write_text(f"{shown}\n{(SCRIPTS / 'meet.py').read_text()}")
+    command = (
+        "srun",
+        "--nodes=2",
+        "--ntasks=3",
+        "--distribution=block",
+        "--gpus-per-task=1",
+        sys.executable,
+        str(script),
+    )
+    with running(*command, cwd=tmp_path, environment=cluster) as run:
+        code, out, err = run.finish()
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if line.startswith("gpu")) == ["gpu 0 0", "gpu 1 1", "gpu 2 0"]
+    assert "trained on 3 ranks" in out
+
+
+def test_the_script_of_a_job_of_two_kinds_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "tutti.toml").write_text(COMPONENTS)
+
+    def shown(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*TUTTI, "submit", "--on", "slurm", *words, TRAIN],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = shown("--dry-run", "--request", "partition=gpu")
+    first, second = done.stdout.split("#SBATCH hetjob\n")
+    assert "--gpus-per-node=2\n" in first
+    assert "--cpus-per-task=2\n" in first
+    assert "--constraint=old\n" in second
+    assert "--cpus-per-task=1\n" in second
+    assert "#SBATCH --partition=gpu\n" in first
+    assert "#SBATCH --partition=gpu\n" in second
+    assert "srun --het-group=0,1 " in second
+    assert "[[slurm.components]] has 2 nodes; leave one out" in shown("--nnodes", "3").stderr
+    assert "contradicts the hosts, which have 2,1 ranks" in shown("--nproc", "2").stderr
+    assert "Slurm has no arrays of heterogeneous jobs" in shown("--dry-run", "--array", "0-1").stderr
+    (tmp_path / "tutti.toml").write_text(COMPONENTS.replace("ranks = 2\n", ""))
+    assert "only some have `ranks`; give all of them one, or none" in shown().stderr
