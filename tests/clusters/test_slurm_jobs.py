@@ -16,7 +16,7 @@ import pytest
 
 from clusters.command_rig import started, state, tutti
 from launch.launch_rig import SCRIPTS, TUTTI, wait_until
-from launch.slurm_rig import lose_node, missing, slurm, slurmd
+from launch.slurm_rig import idle_nodes, lose_node, missing, slurm, slurmd
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -269,3 +269,33 @@ def test_a_lost_node_lets_the_job_begin_again_from_its_checkpoint(project: Path,
             assert wait_until(lambda: state(project, cluster, "run")["state"] == "cancelled", 60)
         finally:
             node.terminate()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path, cluster: dict[str, str]) -> None:
+    node = None
+    if idle_nodes(cluster) < 2:  # another test has lost it
+        node = subprocess.Popen(slurmd(cluster, "n1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        assert wait_until(lambda: idle_nodes(cluster) == 2, 60)
+    words = ("submit", "--no-predict", "--nnodes", "1:2", "--nproc", "1", "--checkpoint-every", "2")
+    code, _, err = tutti(project, cluster, *words, "--folder", "run", TRAIN, "20", "0.2")
+    assert code == 0, err
+    assert wait_until(lambda: int(str(state(project, cluster, "run")["step"] or 0)) >= 6, 60)
+    lose_node(cluster, "n1")
+    assert wait_until(lambda: state(project, cluster, "run")["state"] == "completed", 120), log_of(project, "run")
+    assert len(starts(project)) == 2, "the job went on without the node, and was not put into the queue again"
+    printed = log_of(project, "run")
+    assert re.search(r"node 1 \(.*\) is lost", printed), printed
+    assert "1 rank goes on from step-" in printed
+    # The node is still lost, so the next job begins with the other one.
+    code, _, err = tutti(project, cluster, *words, "--folder", "next", TRAIN, "1", "0")
+    assert code == 0, err
+    assert wait_until(lambda: state(project, cluster, "next")["state"] == "completed", 60), log_of(project, "next")
+    assert "epoch 0 of 1 ranks" in log_of(project, "next")
+    if node is not None:
+        node.wait(10)
+
+
+def log_of(project: Path, run: str) -> str:
+    return "\n".join(file.read_text() for file in (project / run).glob("slurm-*.out"))

@@ -122,7 +122,7 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus
     start("slurmctld", "-D", "-f", str(configuration))
     for index in range(NODES):
         start(*slurmd({"SLURM_CONF": str(configuration)}, f"n{index}"))
-    _wait("the nodes", lambda: _idle(environment) == NODES, base)
+    _wait("the nodes", lambda: idle_nodes(environment) == NODES, base)
     return {"SLURM_CONF": str(configuration)}
 
 
@@ -137,7 +137,7 @@ def _make_gpus(base: Path, count: int) -> None:
     (base / "gres.conf").write_text("".join(lines))
 
 
-def _idle(environment: dict[str, str]) -> int:
+def idle_nodes(environment: dict[str, str]) -> int:
     command = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return len(set(done.stdout.split())) if done.returncode == 0 else 0

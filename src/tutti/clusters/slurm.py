@@ -182,21 +182,34 @@ def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     node = f"{shlex.quote(settings.python or sys.executable)} -m tutti.clusters.slurm_node"
     named = settings.components[:1] and settings.components[0].ranks and request.nproc
     ranks = ("--nproc", ",".join(map(str, request.nproc or ()))) if named else ()
-    place = (str(request.directory), str(request.nodes), str(request.folder), str(request.resume or ""))
+    ranged = request.least_nodes is not None
+    nodes = f"{request.least_nodes}:{request.nodes}" if ranged else str(request.nodes)
+    place = (str(request.directory), nodes, str(request.folder), str(request.resume or ""))
     steps = [*_setup(settings), f"exec {settings.container} {node} {shlex.join((*place, *ranks, *request.words))}"]
     command = shlex.quote("\n".join(steps).replace("exec  ", "exec "))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
     groups = ",".join(map(str, range(len(settings.components))))  # one step, whose tasks are numbered over all of them
     where = f"--het-group={groups}" if groups else f"--nodes={request.nodes} --ntasks={request.nodes}"
+    if ranged:  # of a node that is lost, srun makes a failure of the step
+        where = "--no-kill --nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES"
     return [
         "trap : TERM USR1  # signals are for the ranks: they write a checkpoint",
         f"srun {where} --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c {command}",
         "code=$?",
+        *([f"[ $code -eq 0 ] || {{ {_ended(request, settings)} $code; code=$?; }}"] if ranged else []),
         f"if [ $code -eq 75 ] && [ ! -e {stay} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MOST_REQUEUES} ]; then",
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # Slurm ends this shell meanwhile",
         "fi",
         "exit $code",
     ]
+
+
+def _ended(request: JobRequest, settings: SlurmSettings) -> str:
+    """Return the command that ends with the exit code of the run, as its folder has it; srun's code is added to it."""
+    words = shlex.join(("--ended", str(request.folder)))
+    python = shlex.quote(settings.python or sys.executable)
+    steps = [*settings.setup, f"exec {settings.container} {python} -m tutti.clusters.slurm_node {words} $1"]
+    return f"bash -c {shlex.quote(chr(10).join(steps).replace('exec  ', 'exec '))} bash"
 
 
 def _setup(settings: SlurmSettings) -> list[str]:
@@ -215,8 +228,7 @@ def _options(request: JobRequest, settings: SlurmSettings, name: str) -> list[st
     log = str(folder).replace("%", "%%") + f"/{name}"
     found = [
         f"--job-name={_quoted(request.name)}",
-        f"--nodes={request.nodes}",
-        "--ntasks-per-node=1",
+        *_node_count(request),
         f"--output={_quoted(log)}",
         "--open-mode=append",
         "--requeue",
@@ -230,6 +242,13 @@ def _options(request: JobRequest, settings: SlurmSettings, name: str) -> list[st
     if settings.time is not None:
         found.append(f"--time={_minutes(settings.time, notice)}")
     return [*found, *_same_options(settings, _quoted), *settings.options]
+
+
+def _node_count(request: JobRequest) -> list[str]:
+    if request.least_nodes is None:
+        return [f"--nodes={request.nodes}", "--ntasks-per-node=1"]
+    # With --ntasks-per-node, Slurm allocates the fewest nodes of a range.
+    return [f"--nodes={request.least_nodes}-{request.nodes}", "--no-kill"]
 
 
 def _same_options(settings: SlurmSettings, quoted: Callable[[str], str]) -> list[str]:
@@ -295,6 +314,13 @@ class Slurm:
             raise LaunchError(_refusal(err or out))
         job = out.strip().partition(";")[0]
         return {number: f"{job}_{number}" for number in requests}
+
+    def check_range(self, request: JobRequest) -> None:
+        if read_settings(request.settings).components:
+            raise LaunchError(
+                f"--nnodes {request.least_nodes}:{request.nodes}: a heterogeneous job has the nodes that "
+                "[[slurm.components]] say; leave one out"
+            )
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG.replace("%j", job))  # an array's job is ARRAY_NUMBER
