@@ -577,3 +577,39 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def completion_index(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of this pod among those of its Indexed Job on Kubernetes."""
     return _number(environ, "JOB_COMPLETION_INDEX")
+
+
+@dataclass(frozen=True, slots=True)
+class RaySign:
+    """How this user proves to a Ray cluster who they are; Ray's client reads it itself.
+
+    Attributes:
+        mode: what RAY_AUTH_MODE says; empty if it is not set.
+        place: the variable in which the token is, or that names its file; empty for the usual file.
+    """
+
+    mode: str
+    place: str
+
+
+def ray_sign(environ: Mapping[str, str] = os.environ) -> RaySign:
+    """Return where Ray's client finds its token."""
+    names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    place = next((name for name in names if environ.get(name)), "")
+    mode = environ.get("RAY_AUTH_MODE", "")
+    return RaySign("" if mode == "disabled" else mode, place)
+
+
+def ray_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the Ray cluster that the user's variables name; empty if they name none."""
+    return environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS") or ""
+
+
+def state_ray_address(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let Ray's client use an address, whatever the user's variables say.
+
+    Args:
+        address: of the cluster's dashboard.
+        environ: the variables.
+    """
+    environ["RAY_API_SERVER_ADDRESS"] = address

@@ -49,6 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"event_record", "stack_watch", "surviving_rank", "job_secret"},
     "lab": frozenset({"errors", "config"}),
     "clusters": frozenset({"errors", "environment", "job_secret", "network_interfaces", "config", "launch"}),
+    "ray": frozenset({"errors", "launch", "clusters"}),
     "reporting": frozenset({"errors", "event_record", "config", "terminal"}),
 }
 """Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""

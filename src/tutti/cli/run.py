@@ -62,12 +62,14 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     "--on",
     "launcher",
     metavar="NAME",
-    help="What starts the ranks: local, or slurm, ssh, mpi or kubernetes (see `tutti submit`).",
+    help="What starts the ranks: local, or slurm, ssh, mpi, kubernetes or ray (see `tutti submit`).",
 )
 @request_option
 @hosts_option
 @click.option(
-    "--dry-run", is_flag=True, help="With --on slurm, ssh, mpi or kubernetes: show what would run, and start nothing."
+    "--dry-run",
+    is_flag=True,
+    help="With --on slurm, ssh, mpi, kubernetes or ray: show what would run, and start nothing.",
 )
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")

@@ -33,7 +33,7 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
 @click.option(
-    "--on", metavar="NAME", help="What runs it: slurm, ssh, mpi or kubernetes; that of tutti.toml if not given."
+    "--on", metavar="NAME", help="What runs it: slurm, ssh, mpi, kubernetes or ray; that of tutti.toml if not given."
 )
 @nnodes_option
 @request_option

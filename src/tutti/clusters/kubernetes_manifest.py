@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tutti.clusters.cluster_job import JobRequest
-from tutti.clusters.profile_file import read_cluster_settings
+from tutti.clusters.profile_file import listed, mapped, read_cluster_settings
 from tutti.errors import RESUMABLE, LaunchError
 
 CONTAINER = "tutti"
@@ -38,16 +38,6 @@ Toleration = Annotated[
 ]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", max_length=200)]
 KeyOfSecret = Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$", max_length=300)]
-
-
-def _listed(value: Any) -> Any:
-    """Return the parts of a text with commas, as --request gives it."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _mapped(value: Any) -> Any:
-    """Return the pairs of a text such as "accelerator:a100,zone:b"."""
-    return dict(part.partition(":")[::2] for part in _listed(value)) if isinstance(value, str) else value
 
 
 class KubernetesSettings(BaseModel):
@@ -86,19 +76,19 @@ class KubernetesSettings(BaseModel):
     gpus: Annotated[int, Field(ge=1)] | None = None
     gpu_resource: Text = "nvidia.com/gpu"
     shared_memory: Size | None = None
-    volumes: Annotated[tuple[Volume, ...], BeforeValidator(_listed)] = ()
+    volumes: Annotated[tuple[Volume, ...], BeforeValidator(listed)] = ()
     folder: Absolute | None = None
     directory: Absolute | None = None
     python: Text = "python"
     prefix: str = ""
     setup: tuple[str, ...] = ()
-    env: Annotated[dict[Variable, str], BeforeValidator(_mapped)] = {}
-    secrets: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
-    secret_env: Annotated[dict[Variable, KeyOfSecret], BeforeValidator(_mapped)] = {}
-    node_selector: Annotated[dict[str, str], BeforeValidator(_mapped)] = {}
-    tolerations: Annotated[tuple[Toleration, ...], BeforeValidator(_listed)] = ()
+    env: Annotated[dict[Variable, str], BeforeValidator(mapped)] = {}
+    secrets: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
+    secret_env: Annotated[dict[Variable, KeyOfSecret], BeforeValidator(mapped)] = {}
+    node_selector: Annotated[dict[str, str], BeforeValidator(mapped)] = {}
+    tolerations: Annotated[tuple[Toleration, ...], BeforeValidator(listed)] = ()
     service_account: Text | None = None
-    pull_secrets: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
+    pull_secrets: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
     queue: Text | None = None
     priority_class: Text | None = None
     user: Annotated[int, Field(ge=0)] | None = None

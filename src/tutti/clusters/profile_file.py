@@ -14,6 +14,9 @@ hosts = "node0:8,node1:8"
 
 [kubernetes]
 image = "registry.example.org/team/train:1"
+
+[ray]
+address = "http://head:8265"
 """
 
 import os
@@ -57,6 +60,7 @@ class ClusterProfile(BaseModel):
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
         mpi: settings of runs by mpirun; see `tutti.clusters.mpi_hosts.MpiSettings`.
+        ray: settings of jobs there; see `tutti.clusters.ray_task.RaySettings`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -66,6 +70,17 @@ class ClusterProfile(BaseModel):
     ssh: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
     mpi: dict[str, Any] = {}
+    ray: dict[str, Any] = {}
+
+
+def listed(value: Any) -> Any:
+    """Return the parts of a text with commas, as --request gives it; other values as they are."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def mapped(value: Any) -> Any:
+    """Return the pairs of a text such as "accelerator:a100,zone:b"; other values as they are."""
+    return dict(part.partition(":")[::2] for part in listed(value)) if isinstance(value, str) else value
 
 
 def read_cluster_settings(model: type[Settings], given: Mapping[str, Any], scheduler: str) -> Settings:

@@ -37,12 +37,19 @@ def _mpi() -> Scheduler:
     return Mpi()
 
 
+def _ray() -> Scheduler:
+    from tutti.clusters.ray_jobs import RayJobs
+
+    return RayJobs()
+
+
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "slurm": _slurm,
     "ssh": _ssh,
     "kubernetes": _kubernetes,
     "k8s": _kubernetes,
     "mpi": _mpi,
+    "ray": _ray,
 }
 """tutti's own schedulers by name."""
 
