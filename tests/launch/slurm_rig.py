@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,15 +58,32 @@ def missing() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
+GPU_NODES = {"g0": "a100:8", "g1": "a100:8", "u0": "zx81:4"}
+"""Nodes that Slurm counts GPUs on, by name, with the type and number; there are no devices behind them."""
+
+_GPU_LINES = """\
+NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=500000 Gres=gpu:{gpus}
+"""
+
+_GPU_PARTITIONS = """\
+NodeName=g2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=500000 Gres=gpu:a100:8 State=DOWN
+PartitionName=gpu Nodes=g[0-2] MaxTime=1-00:00:00 MaxNodes=2 State=UP
+PartitionName=odd Nodes=u0 State=UP
+PartitionName=closed Nodes=u0 State=DOWN
+"""
+
+
 @contextmanager
-def slurm(base: Path) -> Iterator[dict[str, str]]:
+def slurm(base: Path, *, gpus: bool = False) -> Iterator[dict[str, str]]:
     """A running cluster; yields the environment in which srun finds it. All its daemons end with the context.
 
-    `base` must be a short path (sockets) that everybody may enter (munge insists).
+    Args:
+        base: a short path (sockets) that everybody may enter (munge insists).
+        gpus: there are also partitions of `GPU_NODES`, and a node that is down.
     """
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        yield _up(base, daemons)
+        yield _up(base, daemons, GPU_NODES if gpus else {})
     finally:
         for daemon in reversed(daemons):
             with suppress(ProcessLookupError):
@@ -78,15 +95,20 @@ def slurm(base: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
-def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
+def _up(base: Path, daemons: list[subprocess.Popen[bytes]], gpus: Mapping[str, str]) -> dict[str, str]:
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(NODES + 1)
-    lines = [CONFIGURATION.format(host=host, base=base, port=ports[0])]
-    for index in range(NODES):
-        lines.append(
-            f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4 State=UNKNOWN\n"
-        )
-        (base / f"spool-n{index}").mkdir()
+    names = [f"n{index}" for index in range(NODES)]
+    ports = _free_ports(NODES + len(gpus) + 2)
+    lines = [CONFIGURATION.format(host=host, base=base, port=ports[0]), "GresTypes=gpu\n" if gpus else ""]
+    for name, port in zip(names, ports[1:], strict=False):
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 State=UNKNOWN\n")
+    for (name, counted), port in zip(gpus.items(), ports[NODES + 1 :], strict=False):
+        lines.append(_GPU_LINES.format(name=name, host=host, port=port, gpus=counted))
+    if gpus:
+        lines.append(_GPU_PARTITIONS.format(host=host, port=ports[-1]))
+        (base / "gres.conf").write_text("".join(_gpus_of(base, name, counted) for name, counted in gpus.items()))
+    for name in (*names, *gpus):
+        (base / f"spool-{name}").mkdir()
     lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP GraceTime=40\n")
     lines.append(f"PartitionName=urgent Nodes=n[0-{NODES - 1}] PriorityTier=10 PreemptMode=OFF State=UP\n")
     (base / "state").mkdir()
@@ -111,10 +133,18 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
     )  # fmt: skip
     _wait("munged", lambda: (base / "munge.socket").exists(), base)
     start("slurmctld", "-D", "-f", str(configuration))
-    for index in range(NODES):
-        start(*slurmd({"SLURM_CONF": str(configuration)}, f"n{index}"))
-    _wait("the nodes", lambda: _idle(environment) == NODES, base)
+    for name in (*names, *gpus):
+        start(*slurmd({"SLURM_CONF": str(configuration)}, name))
+    _wait("the nodes", lambda: _idle(environment) == NODES + len(gpus), base)
     return {"SLURM_CONF": str(configuration)}
+
+
+def _gpus_of(base: Path, name: str, counted: str) -> str:
+    """Return the line of gres.conf for a node; slurmd counts files, whatever is in them."""
+    kind, _, count = counted.partition(":")
+    for index in range(int(count)):
+        (base / f"{name}-gpu{index}").touch()
+    return f"NodeName={name} Name=gpu Type={kind} File={base}/{name}-gpu[0-{int(count) - 1}]\n"
 
 
 def _idle(environment: dict[str, str]) -> int:

@@ -39,7 +39,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     "4x8:a100-80gb,nvlink3,8*ib-hdr.",
 )
 @click.option("--devices-per-node", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--nodes", "-N", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--node-link", help="What joins the devices of a node, such as NVLink3.")
 @click.option("--network", help="What joins the nodes, such as InfiniBand-HDR-200.")
 @click.option("--network-ports", type=click.IntRange(1), default=1, show_default=True, help="Ports of each node.")

@@ -14,6 +14,11 @@ hosts = "node0:8,node1:8"
 
 [kubernetes]
 image = "registry.example.org/team/train:1"
+
+[hardware]
+gpus = { a100 = "A100-SXM4-80GB" }
+links = "nvlink3,8*ib-hdr"
+prices = { gpu = 2.1 }
 """
 
 import os
@@ -47,6 +52,22 @@ class RunDefaults(BaseModel):
     nnodes: int | str | None = None
 
 
+class HardwareFacts(BaseModel):
+    """The table `[hardware]`: what schedulers do not tell of their clusters, for `tutti plan --on`.
+
+    Attributes:
+        gpus: the device of the catalogue by the cluster's name of a kind of GPU.
+        links: what joins devices of a node, and nodes, such as "nvlink3,8*ib-hdr"; or that by partition or kind of GPU.
+        prices: of a device and hour, by partition, kind of GPU, or device of the catalogue.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: dict[str, str] = {}
+    links: str | dict[str, str] = ""
+    prices: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
+
+
 class ClusterProfile(BaseModel):
     """A whole tutti.toml.
 
@@ -54,6 +75,7 @@ class ClusterProfile(BaseModel):
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
+        hardware: what the schedulers do not tell.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +84,7 @@ class ClusterProfile(BaseModel):
     slurm: dict[str, Any] = {}
     ssh: dict[str, Any] = {}
     kubernetes: dict[str, Any] = {}
+    hardware: HardwareFacts = HardwareFacts()
 
 
 def read_cluster_settings(model: type[Settings], given: Mapping[str, Any], scheduler: str) -> Settings:

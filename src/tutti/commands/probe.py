@@ -1,5 +1,6 @@
 """`tutti.probe`: measures this machine or a cluster, or describes a cluster from data sheets."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -7,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tutti.commands.inputs import write_spec
-from tutti.commands.messages import console, messages
+from tutti.commands.messages import console, messages, warn
 from tutti.commands.values import StrPath, path_of, size_of, whole
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DiskSpec
 from tutti.errors import SpecError
 
@@ -178,7 +180,8 @@ def _with_disk(cluster: ClusterSpec, disks: list[DiskSpec | None]) -> ClusterSpe
 def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
     """Measure with the ranks that a launcher started; only rank 0 returns the result."""
     from tutti.comm.world import join_world, leave_world
-    from tutti.profile.probe import FULL, QUICK, cached_cluster_path
+    from tutti.environment import slurm_node_names
+    from tutti.profile.probe import FULL, QUICK, cached_cluster_path, node_set_path, of_nodes
     from tutti.profile.probe.rank_probe import measure_ranks
 
     world = join_world()
@@ -187,10 +190,17 @@ def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
             effort = QUICK if options.quick else FULL
             cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
             cluster = _with_disk(cluster, world.gather(_disk(options) if world.local_rank == 0 else None))
+            hosts = world.gather(socket.gethostname())
     finally:
         leave_world()
     if not world.is_main:
         return None
+    names = slurm_node_names() or tuple(dict.fromkeys(hosts))
+    cluster = of_nodes(cluster, names)
+    try:
+        serialization.save(cluster, node_set_path(names))
+    except OSError as error:
+        warn(f"{node_set_path(names)} cannot be written ({error.strerror}), so `tutti plan --on` will not find this")
     one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
     return Probed(cluster, cached_cluster_path() if one_host else Path("cluster.json"))
 

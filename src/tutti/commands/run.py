@@ -450,6 +450,7 @@ def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "Predi
         arguments=options.arguments,
         folder=folder,
         cluster=cluster_file(options, folder),
+        nodes=options.nnodes,
         plan=plan_file(options, folder),
         timeout_s=options.timeout_s,
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
@@ -549,11 +550,27 @@ def _to_predict(options: RunOptions) -> bool:
     A run that was planned just now has a prediction already; machines without a description cannot be predicted, and
     ranks that share a device are not.
     """
-    described = (options.cluster is not None or options.nnodes == 1) and options.least_nodes is None
+    described = options.cluster is not None or options.nnodes == 1 or _nodes_are_measured(options.nnodes)
+    described = described and options.least_nodes is None
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
     stated = stated and options.relax == "exact"
     wanted = options.predict and not options.module and not options.share_device
     return wanted and options.node_rank == 0 and stated and described
+
+
+def _nodes_are_measured(nnodes: int) -> bool:
+    """Return whether the nodes of this Slurm job were measured together."""
+    from tutti.environment import slurm_node_names
+
+    if len(slurm_node_names()) != nnodes:
+        return False
+    from tutti.commands.inputs import kept_cluster
+
+    try:
+        return kept_cluster(nnodes) is not None
+    except TuttiError as error:
+        warn(f"no prediction: {error}")
+        return False
 
 
 def _started(worker: "Beside | None") -> "Beside | None":
