@@ -86,7 +86,7 @@ def command(**given: Any) -> None:
     and all after --, are the script's.
     """
     from tutti.cli.plan_view import show_difference
-    from tutti.commands.cluster_plans import check_plan_on
+    from tutti.commands.cluster_plans import checked_plan_on
     from tutti.commands.inputs import named_model
     from tutti.commands.plan import with_file
 
@@ -97,7 +97,7 @@ def command(**given: Any) -> None:
     described = options.model is not None or named_model(options.target) is not None
     given_mesh = options.mesh is not None and options.relax == "exact"
     stated = (given_mesh and not described) or (options.explain and (options.nproc is not None or options.as_json))
-    check_plan_on(options)
+    options = checked_plan_on(options)
     stated = stated and options.on is None
     if options.plan is not None or (stated and not described):
         _show_explained(options)

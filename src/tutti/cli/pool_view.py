@@ -45,7 +45,8 @@ def _cells(pool: "PoolPlan", planned: "Planned") -> list[str]:
     if pool.time_s is not None and pool.time_limit_s is not None and pool.time_s > pool.time_limit_s:
         jobs = -(-pool.time_s // pool.time_limit_s)
         remarks.append(f"longer than one job: it stops with a checkpoint and goes on, about {jobs:.0f} times")
-    name, idle = pool.pool or "all", str(pool.idle) if pool.node_names else ""
+    name = pool.pool or "all"
+    idle = str(pool.idle) if pool.node_names and pool.idle is not None else ""
     if pool.plan is None:
         return [name, pool.nodes_are, idle, "none", "", "", "", _limit(pool), "", "; ".join([*remarks, *pool.notes])]
     count = len(pool.nproc)

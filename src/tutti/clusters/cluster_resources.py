@@ -14,7 +14,7 @@ class ClusterNode:
         memory_nbytes: that a job may get; None where the scheduler does not know.
         gpus: number of its GPUs that a job may get.
         gpu: what the cluster calls their kind; empty where it has no name for them.
-        idle: whether nothing runs on it now.
+        idle: whether nothing runs on it now; None where that is not known.
     """
 
     name: str
@@ -22,7 +22,7 @@ class ClusterNode:
     memory_nbytes: int | None
     gpus: int = 0
     gpu: str = ""
-    idle: bool = True
+    idle: bool | None = True
 
     @property
     def kind(self) -> tuple[int, int | None, int, str]:
@@ -43,6 +43,7 @@ class NodePool:
         time_limit_s: of a job; None for no limit.
         request: the setting that chooses this pool, such as "partition=gpu"; empty if none is needed.
         whole: a job is to get all of these nodes, as they were named one by one.
+        probed: what nodes have measured of themselves, as files of a ClusterSpec, by name.
         notes: what else is to be known.
     """
 
@@ -54,6 +55,7 @@ class NodePool:
     time_limit_s: float | None = None
     request: str = ""
     whole: bool = False
+    probed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

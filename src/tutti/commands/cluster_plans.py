@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.clusters.cluster_resources import ClusterNode, NodeInventory, NodePool
-from tutti.clusters.profile_file import HardwareFacts, read_profile, with_requests
+from tutti.clusters.profile_file import HardwareFacts, read_profile
 from tutti.clusters.schedulers import ALIASES, scheduler_for
+from tutti.commands.on_nodes import cluster_settings
 from tutti.commands.plan_options import PlanOptions
 from tutti.commands.planned import Planned, PoolPlan
 from tutti.config import serialization
@@ -38,21 +39,23 @@ class NodeOffer:
     notes: tuple[str, ...] = ()
 
 
-def check_plan_on(options: PlanOptions) -> None:
-    """Check the options of `tutti plan --on`.
+def checked_plan_on(options: PlanOptions) -> PlanOptions:
+    """Check the options of `tutti plan --on`, and return them; hosts mean ssh.
 
     Raises:
         LaunchError: one does not go with it, or needs it.
     """
+    if options.on is None and options.hosts is not None:
+        options = replace(options, on="ssh")
     if options.on is None:
         given = {
-            "--nnodes": options.nnodes, "--request": options.requests or options.settings, "--hosts": options.hosts,
-            "--links": options.links, "--price": options.prices,
+            "--nnodes": options.nnodes, "--request": options.requests or options.settings, "--links": options.links,
+            "--price": options.prices,
         }  # fmt: skip
         name = next((name for name, value in given.items() if value), None)
         if name is not None:
             raise LaunchError(f"{name} is for the nodes of a cluster; add --on slurm, or leave it out")
-        return
+        return options
     if options.cluster is not None:
         raise LaunchError(f"--on {options.on} asks the cluster what it has, and --cluster says it; leave one out")
     if options.tries is not None or options.share_device:
@@ -64,6 +67,7 @@ def check_plan_on(options: PlanOptions) -> None:
             f"{name} explains a plan for described machines, and --on is {options.on}; write the plan with --output, "
             "and explain that"
         )
+    return options
 
 
 def offers(options: PlanOptions) -> tuple[NodeOffer, ...]:
@@ -74,18 +78,15 @@ def offers(options: PlanOptions) -> tuple[NodeOffer, ...]:
     """
     assert options.on is not None
     on = ALIASES.get(options.on, options.on)
-    scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
-    if options.hosts is not None and on != "ssh":
-        raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
+    scheduler = scheduler_for(on)
     if not isinstance(scheduler, NodeInventory):
         raise LaunchError(f"--on {on}: that does not tell what its cluster has; describe it with --cluster")
-    settings = {**with_requests(getattr(profile, on, {}), options.requests), **options.settings}
-    settings |= {} if options.hosts is None else {"hosts": options.hosts}
-    facts = _facts(profile.hardware, options)
+    settings = {**cluster_settings(on, options.requests, options.hosts), **options.settings}
+    facts = _facts(read_profile(Path.cwd()).hardware, options)
     found = []
     for pool in scheduler.pools(settings):
         kinds: dict[object, list[ClusterNode]] = {}
-        for node in pool.nodes:
+        for node in pool.nodes[: options.nnodes] if pool.whole else pool.nodes:
             kinds.setdefault(None if pool.whole else node.kind, []).append(node)
         found += [_offer(on, pool, tuple(nodes), facts, options.nnodes) for nodes in kinds.values()]
         if not kinds:
@@ -119,7 +120,12 @@ def _offer(
         machines, words = measured
         return replace(found, machines=machines, notes=(*found.notes, words))
     try:
-        machines, notes = _from_data_sheets(on, pool, nodes, nnodes or most, facts, stated=nnodes is not None)
+        if all(node.name in pool.probed for node in nodes):
+            machines, notes = _from_own_probes(on, pool, nodes, facts)
+        elif len({node.kind for node in nodes}) > 1:
+            raise PlanError(f"its nodes differ, and were never measured: `tutti probe --on {on}` does it")
+        else:
+            machines, notes = _from_data_sheets(on, pool, nodes, nnodes or most, facts, stated=nnodes is not None)
     except (SpecError, PlanError) as error:
         return replace(found, reason=str(error))
     return replace(found, machines=machines, notes=(*found.notes, *notes))
@@ -153,6 +159,53 @@ def _measured(
         words += "" if set(hosts) == set(names) else f"; the others of {len(names)} are taken to be equal"
         return replace(cluster, name=pool.name or cluster.name, devices=kinds), words
     return None
+
+
+def _from_own_probes(
+    on: str, pool: NodePool, nodes: tuple[ClusterNode, ...], facts: HardwareFacts
+) -> tuple[ClusterSpec, list[str]]:
+    """Return nodes of which each has measured itself; equal devices count as fast as the slowest.
+
+    Raises:
+        PlanError: what joins them is not known, or a measurement cannot be read.
+    """
+    from tutti.profile.probe.cluster_cache import outdated
+    from tutti.profile.probe.host_facts import versions
+
+    devices, specs = dict[str, DeviceSpec](), list[NodeSpec]()
+    for host in nodes:
+        try:
+            own = serialization.loads(ClusterSpec, pool.probed[host.name], source=f"the probe of {host.name}")
+        except SpecError as error:
+            raise PlanError(f"{error}; measure it again: `tutti probe --on {on}`") from None
+        changed = outdated(own, {name: text for name, text in versions().items() if name == "torch"})
+        if changed:
+            raise PlanError(
+                f"the probe of {host.name} counts no more ({changed}); measure anew: `tutti probe --on {on}`"
+            )
+        spec, links = own.nodes[0], tuple(link for link in own.links if link.tier == "node")
+        device = _priced(own.devices[spec.device], pool, host.gpu, facts)
+        slowest = devices.get(device.name)
+        if slowest is None or _peak(device) < _peak(slowest):
+            devices[device.name] = device
+        count = min(spec.devices_per_node, host.gpus) if host.gpus else spec.devices_per_node
+        specs.append(replace(spec, name=host.name, device=device.name, devices_per_node=count, links=links))
+    network = tuple(link for link in _links(pool, nodes[0].gpu, facts) if link.tier == "network")
+    if len(nodes) > 1 and not network:
+        raise PlanError(
+            f"each of them was measured alone, so what joins them is not known; measure it: `tutti probe --on {on}`, "
+            "or say it, such as --links ethernet-10g"
+        )
+    first = specs[0]
+    if all((spec.device, spec.devices_per_node) == (first.device, first.devices_per_node) for spec in specs):
+        least = min(spec.memory_nbytes for spec in specs)
+        specs = [replace(first, name="node", count=len(specs), memory_nbytes=least)]
+    words = f"measured by each of {_few([host.name for host in nodes])}; what joins them is as told"
+    return ClusterSpec(name=pool.name or on, devices=devices, nodes=tuple(specs), links=network), [words]
+
+
+def _peak(device: DeviceSpec) -> float:
+    return max(device.peak_flops_per_s.values())
 
 
 def _from_data_sheets(
@@ -299,7 +352,7 @@ def _pool_plan(offer: NodeOffer, planned: Planned | str, nnodes: int | None) -> 
         pool=pool.name,
         nodes_are=_described(offer.nodes),
         node_names=tuple(node.name for node in offer.nodes),
-        idle=sum(node.idle for node in offer.nodes),
+        idle=None if any(node.idle is None for node in offer.nodes) else sum(bool(node.idle) for node in offer.nodes),
         absent=dict(pool.absent),
         request=pool.request,
         time_limit_s=pool.time_limit_s,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.commands.capture import SCRIPT_TIMEOUT_S, capture_script, process_restored
-from tutti.commands.cluster_plans import best_of_pools, check_plan_on, offers
+from tutti.commands.cluster_plans import best_of_pools, checked_plan_on, offers
 from tutti.commands.inputs import cluster_for, named_model, write_spec
 from tutti.commands.messages import messages, status
 from tutti.commands.plan_options import PlanOptions, options_of
@@ -133,7 +133,7 @@ def plan(
 def planned(options: PlanOptions) -> Planned:
     """Search for the best plan, and for everything else that is asked for; write the plan if a file is named."""
     options = with_file(options)
-    check_plan_on(options)
+    options = checked_plan_on(options)
     found = None if options.on is None else offers(options)
     model, request = asked(options)
     if found is None:

@@ -39,7 +39,7 @@ class PoolPlan:
         pool: its name; empty where the cluster has only one.
         nodes_are: number and kind of its nodes, in words.
         node_names: of those that can be used.
-        idle: number of those on which nothing runs now.
+        idle: number of those on which nothing runs now; None where that is not known.
         absent: why its other nodes are not counted, by name.
         request: the setting that chooses the pool, such as "partition=gpu".
         time_limit_s: of a job there; None for no limit.
@@ -56,7 +56,7 @@ class PoolPlan:
     pool: str
     nodes_are: str
     node_names: tuple[str, ...]
-    idle: int
+    idle: int | None
     absent: dict[str, str]
     request: str
     time_limit_s: float | None
