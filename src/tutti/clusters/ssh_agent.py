@@ -158,8 +158,7 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 
 def _facts() -> dict[str, Any]:
     """Say what this host has: cores, memory, GPUs, and what `tutti probe` has measured here."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutti"
-    probed = cache / f"cluster-{socket.gethostname()}.json"
+    probed = Path("~/.cache/tutti").expanduser() / f"cluster-{socket.gethostname()}.json"
     names = []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
