@@ -77,12 +77,12 @@ def submitted(
         requests, hosts, folder, resume, dry_run, as_json: see the options.
     """
     from tutti.clusters.profile_file import read_profile
-    from tutti.commands.submit import submit
+    from tutti.commands.submit import submit_run
 
     defaults = read_profile(Path.cwd()).run
     read = run.make_context("tutti submit", list(words)).params
     options = options_from(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
-    done = submit(
+    done = submit_run(
         replace(options, folder=folder, resume=resume),
         words,
         on=on or ("ssh" if hosts is not None else defaults.on or "slurm"),

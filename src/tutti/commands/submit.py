@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +22,9 @@ from tutti.clusters.cluster_job import (
     read_record,
     write_record,
 )
-from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.messages import console, warn
+from tutti.commands.on_nodes import cluster_settings
 from tutti.commands.run_conclusion import short
 from tutti.commands.run_options import (
     RunOptions,
@@ -35,6 +35,7 @@ from tutti.commands.run_options import (
     given_plan,
     ranks_per_node,
 )
+from tutti.config import serialization
 from tutti.config.count_range import CountRange
 from tutti.config.run_folder import RunFolder, last_rows
 from tutti.environment import state_folder
@@ -90,13 +91,15 @@ class SubmittedRuns:
     runs: tuple[RunState, ...]
 
 
-def submit(
+def submit_run(
     options: RunOptions,
     words: Sequence[str],
     *,
     on: str,
     nnodes: int | CountRange | None = None,
     requests: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] | None = None,
     hosts: str | None = None,
     dry_run: bool = False,
 ) -> SubmittedRun:
@@ -108,6 +111,8 @@ def submit(
         on: the scheduler's name.
         nnodes: number of nodes, or a range; None for all that are named, or 1.
         requests: settings of the job, such as "partition=gpu,time=2h".
+        settings: the same as values, which count more.
+        files: values that are written into the run folder, by the option of `tutti run` that names the file.
         hosts: the hosts of a run over ssh, such as "node0:8,node1:8", or a file of them.
         dry_run: submit nothing.
 
@@ -117,12 +122,10 @@ def submit(
     from tutti.launch.script_path import run_folder
 
     on = ALIASES.get(on, on)
-    scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
-    if hosts is not None and on != "ssh":
-        raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
-    settings = with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
+    scheduler = scheduler_for(on)
+    asked_of = {**cluster_settings(on, requests, hosts), **(settings or {})}
     most = nnodes.most if isinstance(nnodes, CountRange) else nnodes
-    options = _on_nodes(options, scheduler.nodes(settings, most), most)
+    options = _on_nodes(options, scheduler.nodes(asked_of, most), most)
     if isinstance(nnodes, CountRange):
         same = options.nproc is not None and len(set(options.nproc)) == 1
         nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
@@ -141,6 +144,11 @@ def submit(
         if asked is None and resume is not None and (resume / RECORD).exists():
             asked = resume  # also where the run itself lies in the cluster
         folder = run_folder(asked, resume, options.name)
+    for option, value in (files or {}).items():
+        file = folder / f"given-{option}.json"
+        words = (f"--{option}", str(file), *words)
+        if not dry_run:
+            serialization.save(value, file)
     request = JobRequest(
         name=options.name,
         folder=folder,
@@ -153,7 +161,7 @@ def submit(
         grace_s=options.grace_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
-        settings=settings,
+        settings=asked_of,
     )
     if request.least_nodes is not None:
         _check_range(scheduler, request, options.nodes, on)
