@@ -1,6 +1,6 @@
 """What a batch job starts on each of its nodes: `tutti run`, with this node's number and where the nodes meet."""
 
-import os
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -31,9 +31,12 @@ def node_command(folder: str, resume: str, words: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Become `tutti run`. The arguments are the run folder, what to resume, and those of `tutti run`."""
-    arguments = node_command(sys.argv[1], sys.argv[2], sys.argv[3:])
-    os.execv(sys.executable, [sys.executable, "-m", "tutti.cli.main", *arguments])
+    """Do what `tutti run` does, in this process, which has loaded a part of it already.
+
+    The arguments are the run folder, what to resume, and those of `tutti run`.
+    """
+    sys.argv[1:] = node_command(sys.argv[1], sys.argv[2], sys.argv[3:])
+    runpy.run_module("tutti.cli.main", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from tutti.clusters.schedulers import SCHEDULERS
-from tutti.commands.messages import console, guarded_streams, messages, status, warn
-from tutti.commands.run_conclusion import Conclusion, conclude, header_time, short
+from tutti.commands.messages import console, guarded_streams, messages, short, status, warn
+from tutti.commands.run_conclusion import Conclusion, conclude, header_time
 from tutti.commands.run_options import (
     TIMEOUT_S,
     RunOptions,
@@ -424,11 +424,14 @@ def _meet(options: RunOptions) -> None:
     if options.rendezvous is None or options.nnodes == 1:
         return
     from tutti.launch import network
+    from tutti.network_interfaces import resolve
 
     host, port = network.split_address(options.rendezvous)
     if options.node_rank == 0:
         network.check_host_is_here(host)
         network.check_port_free(port, host)
+    elif options.one_screen:  # all nodes were started at once: ranks wait for rank 0 while they load
+        resolve(host)
     else:
         console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
         network.wait_for_port(host, port, options.timeout_s)

@@ -23,9 +23,8 @@ from tutti.clusters.cluster_job import (
     write_record,
 )
 from tutti.clusters.schedulers import ALIASES, scheduler_for
-from tutti.commands.messages import console, warn
+from tutti.commands.messages import console, short, warn
 from tutti.commands.on_nodes import cluster_settings
-from tutti.commands.run_conclusion import short
 from tutti.commands.run_options import (
     RunOptions,
     check_nodes,

@@ -9,8 +9,7 @@ from typing import Any
 from tutti.clusters.cluster_job import JobRecord, read_record
 from tutti.clusters.profile_file import read_profile
 from tutti.clusters.schedulers import scheduler_for
-from tutti.commands.messages import messages
-from tutti.commands.run_conclusion import short
+from tutti.commands.messages import messages, short
 from tutti.commands.run_options import RunOptions
 from tutti.commands.submit import POLL_S, RunState, end_run, output, states, submit_run
 from tutti.commands.values import path_of
