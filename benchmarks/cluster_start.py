@@ -1,12 +1,15 @@
 """From `tutti run --on slurm` to the first step on two nodes, beside `srun hostname` and the ranks' own start.
 
 A private Slurm of two nodes on this machine takes all jobs. In turns: `tutti run --on slurm` of a small training; a
-batch job whose `srun` starts `hostname` once on each node; and `tutti run` of as many ranks on one host. The excess is
-the first time less the sum of the other two. All clocks are those of one host.
+batch job whose `srun` starts `hostname` once on each node; `tutti run` of as many ranks on one host; and the commands
+of two nodes given at once. The excess is the first time less the second and the third. Both nodes are this machine, so
+two launchers load torch on its cores at once; the excess beyond two nodes leaves that out, with the fourth time in the
+place of the third. All clocks are those of one host.
 """
 
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +30,7 @@ BATCH = """#!/bin/bash
 srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 bash -c 'hostname; date +%s.%N > {folder}/node-$SLURM_PROCID'
 """
 
-SYSTEMS = ("tutti run --on slurm", "sbatch and srun hostname", "tutti run on one host")
+SYSTEMS = ("tutti run --on slurm", "sbatch and srun hostname", "tutti run on one host", "tutti run on two nodes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         with slurm(base) as cluster:
             environment = {**cluster, "XDG_STATE_HOME": str(base)}
             for number in range(sizes.repeats):
-                for name, took in zip(SYSTEMS, (_on_slurm, _hostname, _on_one_host), strict=True):
+                for name, took in zip(SYSTEMS, (_on_slurm, _hostname, _on_one_host, _on_two_nodes), strict=True):
                     folder = base / f"{number}-{SYSTEMS.index(name)}"
                     folder.mkdir()
                     times = took(sizes, folder, environment)
@@ -70,10 +73,11 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 def _summary(samples: Mapping[str, list[float]], parts: Mapping[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in samples.items()}
-    ours, slurms, ranks = (medians[name] for name in SYSTEMS)
+    ours, slurms, ranks, nodes = (medians[name] for name in SYSTEMS)
     return {
         **{name: {"median_s": medians[name], "spread": spread(values)} for name, values in samples.items()},
         "excess_s": ours - slurms - ranks,
+        "excess_beyond_two_nodes_s": ours - slurms - nodes,
         "median_s_until": {name: statistics.median(values) for name, values in parts.items()},
     }
 
@@ -83,7 +87,9 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     summary = result["summary"]
     table = [[name, f"{summary[name]['median_s']:.2f}", f"{summary[name]['spread']:.0%}"] for name in SYSTEMS]
     table += [[f"  until {name}", f"{seconds:.2f}", ""] for name, seconds in summary["median_s_until"].items()]
-    return ["what", "median s", "spread"], [*table, ["excess", f"{summary['excess_s']:.2f}", ""]]
+    table += [["excess", f"{summary['excess_s']:.2f}", ""]]
+    table += [["excess beyond two nodes", f"{summary['excess_beyond_two_nodes_s']:.2f}", ""]]
+    return ["what", "median s", "spread"], table
 
 
 def _on_slurm(sizes: Sizes, folder: Path, cluster: Mapping[str, str]) -> list[float]:
@@ -112,6 +118,27 @@ def _hostname(sizes: Sizes, folder: Path, cluster: Mapping[str, str]) -> list[fl
 def _on_one_host(sizes: Sizes, folder: Path, cluster: Mapping[str, str]) -> list[float]:
     """Return the seconds until the last rank's first step."""
     started = _train(sizes, folder, cluster, ("--nproc", str(sizes.ranks)))
+    return [_last(folder, "[0-9]*") - started]
+
+
+def _on_two_nodes(sizes: Sizes, folder: Path, cluster: Mapping[str, str]) -> list[float]:
+    """Return the seconds until the last rank's first step, where the command of each node is given at once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    each, others = str(sizes.ranks // sizes.nodes), []
+    words = ("--nproc", each, "--nnodes", str(sizes.nodes), "--rendezvous", f"127.0.0.1:{port}", "--one-screen")
+    environment = {**os.environ, **cluster, "OMP_NUM_THREADS": "1", "STARTUP_FOLDER": str(folder)}
+    (folder / "job.py").write_text(JOB)
+    for node in range(1, sizes.nodes):
+        command = (*TUTTI, *words, "--node-rank", str(node), "--no-predict", "--folder", str(folder / "run"), "job.py")
+        others.append(
+            subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
+    try:
+        started = _train(sizes, folder, cluster, (*words, "--node-rank", "0"))
+    finally:
+        for other in others:
+            other.wait(sizes.timeout_s)
     return [_last(folder, "[0-9]*") - started]
 
 

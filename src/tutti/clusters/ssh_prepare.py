@@ -247,17 +247,11 @@ def host_facts(settings: SshSettings, hosts: Sequence[SshHost]) -> list[dict[str
     Raises:
         LaunchError: a sentence for each host that does not answer.
     """
-    conversations: list[Conversation] = []
-    try:
-        for host in hosts:
-            conversations.append(Conversation(settings, host))
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            told, problems = _all(pool, lambda number: conversations[number].ask("facts"), range(len(hosts)))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+        asked = [stack.enter_context(contextlib.closing(Conversation(settings, host))) for host in hosts]
+        told, problems = _all(pool, lambda number: asked[number].ask("facts"), range(len(hosts)))
         _refuse(problems)
         return [told[number] for number in range(len(hosts))]
-    finally:
-        for conversation in conversations:
-            conversation.close()
 
 
 def _prepared(
