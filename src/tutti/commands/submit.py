@@ -118,8 +118,6 @@ def submit_run(
     Raises:
         TuttiError: what `tutti run` would refuse, or the scheduler refuses.
     """
-    from tutti.launch.script_path import run_folder
-
     on = ALIASES.get(on, on)
     scheduler = scheduler_for(on)
     asked_of = {**cluster_settings(on, requests, hosts), **(settings or {})}
@@ -130,19 +128,7 @@ def submit_run(
         nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
-    asked = options.folder
-    if isinstance(asked, str):
-        raise LaunchError(
-            f"--folder {asked}: nodes of a cluster need a run folder that they see; name a path, and for checkpoints "
-            f"--checkpoint-store {asked}"
-        )
-    if dry_run:
-        folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
-    else:
-        resume = options.resume if isinstance(options.resume, Path) else None
-        if asked is None and resume is not None and (resume / RECORD).exists():
-            asked = resume  # also where the run itself lies in the cluster
-        folder = run_folder(asked, resume, options.name)
+    folder = _folder(options, dry_run=dry_run)
     for option, value in (files or {}).items():
         file = folder / f"given-{option}.json"
         words = (f"--{option}", str(file), *words)
@@ -171,6 +157,28 @@ def submit_run(
         (folder / STAY_STOPPED).unlink()
     job = _started(scheduler, request, on)
     return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def _folder(options: RunOptions, *, dry_run: bool) -> Path:
+    """Return the run folder, which is made if something is submitted.
+
+    Raises:
+        LaunchError: an object store is named, or the folder cannot be used.
+    """
+    from tutti.launch.script_path import run_folder
+
+    asked = options.folder
+    if isinstance(asked, str):
+        raise LaunchError(
+            f"--folder {asked}: nodes of a cluster need a run folder that they see; name a path, and for checkpoints "
+            f"--checkpoint-store {asked}"
+        )
+    if dry_run:
+        return (asked or Path("runs") / f"{options.name}-TIME").resolve()
+    resume = options.resume if isinstance(options.resume, Path) else None
+    if asked is None and resume is not None and (resume / RECORD).exists():
+        asked = resume  # also where the run itself lies in the cluster
+    return run_folder(asked, resume, options.name)
 
 
 def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:
