@@ -35,6 +35,7 @@ SUITES = (
 )
 ON_REQUEST = (
     "allowances",
+    "cluster_start",
     "crossing",
     "faults",
     "links",

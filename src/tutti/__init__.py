@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tutti.commands.probe import probe
     from tutti.commands.report import report
     from tutti.commands.run import run
+    from tutti.commands.submission import submit
+    from tutti.commands.submitted_job import SubmittedJob, attach
     from tutti.commands.validate import validate
     from tutti.commands.verify import verify
     from tutti.commands.why import why
@@ -52,10 +54,12 @@ _HOMES = {
     "Plan": "tutti.config.plan",
     "Prediction": "tutti.config.prediction",
     "RunReport": "tutti.config.run_report",
+    "SubmittedJob": "tutti.commands.submitted_job",
     "TensorBoardLogger": "tutti.trainer.loggers",
     "TuttiError": "tutti.errors",
     "WandbLogger": "tutti.trainer.loggers",
     "Weighted": "tutti.parallel.losses",
+    "attach": "tutti.commands.submitted_job",
     "calibrate": "tutti.commands.calibrate",
     "describe": "tutti.commands.describe",
     "doctor": "tutti.commands.doctor",
@@ -71,6 +75,7 @@ _HOMES = {
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",
     "stage": "tutti.nn.annotations",
+    "submit": "tutti.commands.submission",
     "synchronized": "tutti.nn.annotations",
     "validate": "tutti.commands.validate",
     "verify": "tutti.commands.verify",
@@ -92,10 +97,12 @@ __all__ = [
     "Plan",
     "Prediction",
     "RunReport",
+    "SubmittedJob",
     "TensorBoardLogger",
     "TuttiError",
     "WandbLogger",
     "Weighted",
+    "attach",
     "calibrate",
     "describe",
     "doctor",
@@ -111,6 +118,7 @@ __all__ = [
     "shard",
     "split",
     "stage",
+    "submit",
     "synchronized",
     "validate",
     "verify",

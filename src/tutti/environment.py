@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -348,6 +349,33 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> int:
                 ) from None
             return len({line.split()[0] for line in lines if line.strip()})
     return 0
+
+
+def slurm_node_names(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the names of the nodes of this process' Slurm step, or else of its allocation; none outside of Slurm."""
+    return expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+
+
+def expand_hostlist(text: str) -> tuple[str, ...]:
+    """Return the names in a list of hosts as Slurm writes it.
+
+    Examples:
+        >>> expand_hostlist("n[08-10,12],login")
+        ('n08', 'n09', 'n10', 'n12', 'login')
+    """
+    return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for name in _expanded(part))
+
+
+def _expanded(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, tail = rest.partition("]")
+    numbers: list[str] = []
+    for text in ranges.split(","):
+        first, dash, last = text.partition("-")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)] if dash else [text]
+    return [f"{head}{number}{after}" for number in numbers for after in _expanded(tail)]
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:

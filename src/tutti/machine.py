@@ -1,4 +1,4 @@
-"""What the machine itself does to a run: core time stolen by a hypervisor, energy drawn, folders for sockets."""
+"""What the machine itself does to a run: core time stolen by a hypervisor, energy drawn, its GPU driver, folders."""
 
 import contextlib
 import functools
@@ -17,6 +17,9 @@ from pathlib import Path
 
 import psutil
 
+MODULES = Path("/sys/module")
+"""The folder in which Linux lists its drivers."""
+
 _LONGEST_SOCKET_FOLDER = 70
 """Characters of a folder in which multiprocessing can name its sockets; a socket's path has at most 107."""
 
@@ -24,6 +27,18 @@ _MOST_CORES = 8
 """Cores whose clock is read."""
 
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # a private folder is made there
+
+
+def gpu_driver(modules: Path = MODULES) -> str:
+    """Return the version of this machine's GPU driver; empty if it has none, or one without a number of its own.
+
+    Args:
+        modules: the folder in which Linux lists its drivers.
+    """
+    for driver in ("nvidia", "amdgpu", "xe", "i915"):
+        with contextlib.suppress(OSError):
+            return (modules / driver / "version").read_text(encoding="utf-8").strip()
+    return ""
 
 
 def use_short_socket_folder() -> bool:

@@ -37,6 +37,7 @@ current-context: here
 """
 
 _KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret", "events": "Event"}
+_KINDS |= {"nodes": "Node", "resourcequotas": "ResourceQuota"}
 _PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/([^/]+)/(\w+)(?:/([^/]+))?(/log)?")
 
 Thing = dict[str, Any]
@@ -44,6 +45,15 @@ Thing = dict[str, Any]
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def node(name: str, *, ready: bool = True, labels: Thing | None = None, spec: Thing | None = None, **has: str) -> Thing:
+    """A node; `has` are its allocatable resources, with __ for what no name in Python may have."""
+    resources = {key.replace("__", "nvidia.com/"): value for key, value in {"memory": "8Gi", **has}.items()}
+    condition = {"type": "Ready", "status": str(ready), "reason": "KubeletReady" if ready else "NodeStatusUnknown"}
+    about = {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}}
+    status = {"allocatable": resources, "capacity": resources, "conditions": [condition]}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": about, "spec": spec or {}, "status": status}
 
 
 class Refusal(Exception):
@@ -171,6 +181,7 @@ class Cluster:
 
     Attributes:
         images, claims, namespaces: that there are.
+        nodes: what the list of nodes has.
         quota: most jobs; pods_quota: most pods.
         refuse: called with method and path; may raise a Refusal.
         admitted: whether jobs that were made suspended begin, as Kueue lets them.
@@ -181,6 +192,7 @@ class Cluster:
         self.home.mkdir(parents=True)
         self.images, self.claims, self.namespaces = {"train:1"}, {"runs"}, {"team"}
         self.quota, self.pods_quota, self.admitted = 99, 99, False
+        self.nodes = [node("node0", cpu="4"), node("node1", cpu="3500m")]
         self.refuse: Callable[[str, str], None] = lambda method, path: None
         self.things: dict[tuple[str, str, str], Thing] = {}
         self.history: list[tuple[int, str, Thing]] = []
@@ -422,6 +434,10 @@ class Handler(BaseHTTPRequestHandler):
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 raise Refusal(401, "Unauthorized", "Unauthorized")
             self.cluster.refuse(self.command, parts.path)
+            if parts.path == "/api/v1/nodes":
+                nodes = {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": self.cluster.nodes}
+                self._send(nodes)
+                return
             match = _PATH.fullmatch(parts.path)
             if match is None:
                 raise Refusal(404, "NotFound", "the server could not find the requested resource")

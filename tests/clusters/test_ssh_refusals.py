@@ -24,7 +24,7 @@ from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
 from tutti.clusters.ssh_prepare import prepare_hosts
 from tutti.commands.run_options import RunOptions
-from tutti.commands.submit import states, submit
+from tutti.commands.submit import states, submit_run
 from tutti.errors import LaunchError
 
 needs_sshd = pytest.mark.skipif(missing_for_ssh() is not None, reason=str(missing_for_ssh()))
@@ -271,7 +271,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     monkeypatch.setattr(Ssh, "submit", start)
     options = RunOptions(target=("train.py",), folder=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        submit(options, ["train.py"], on="ssh", hosts="alpha:1")
+        submit_run(options, ["train.py"], on="ssh", hosts="alpha:1")
     (state,) = states([tmp_path / "run"]).runs
     assert (state.job, state.state) == (read_record(tmp_path / "run").job, "cancelled")
     monkeypatch.undo()

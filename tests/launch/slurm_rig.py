@@ -7,7 +7,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,18 +59,36 @@ def missing() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
+GPU_NODES = {"g0": "a100:8", "g1": "a100:8", "u0": "zx81:4"}
+"""Nodes that Slurm counts GPUs on, by name, with the type and number; there are no devices behind them."""
+
+_GPU_LINES = """\
+NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=500000 Gres=gpu:{gpus}
+"""
+
+_GPU_PARTITIONS = """\
+NodeName=g2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=500000 Gres=gpu:a100:8 State=DOWN
+PartitionName=gpu Nodes=g[0-2] MaxTime=1-00:00:00 MaxNodes=2 State=UP
+PartitionName=odd Nodes=u0 State=UP
+PartitionName=closed Nodes=u0 State=DOWN
+"""
+
+
 @contextmanager
-def slurm(base: Path, *, scheduler: str = "builtin", gpus: int = 0) -> Iterator[dict[str, str]]:
+def slurm(
+    base: Path, *, scheduler: str = "builtin", gpus: int = 0, gpu_partitions: bool = False
+) -> Iterator[dict[str, str]]:
     """A running cluster; yields the environment in which srun finds it. All its daemons end with the context.
 
     Args:
         base: a short path (sockets) that everybody may enter (munge insists).
         scheduler: "backfill" also starts heterogeneous jobs.
         gpus: that Slurm counts on each node, which are devices of no use.
+        gpu_partitions: there are also partitions of `GPU_NODES`, and a node that is down.
     """
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        yield _up(base, daemons, scheduler, gpus)
+        yield _up(base, daemons, scheduler, gpus, GPU_NODES if gpu_partitions else {})
     finally:
         for daemon in reversed(daemons):
             with suppress(ProcessLookupError):
@@ -82,20 +100,26 @@ def slurm(base: Path, *, scheduler: str = "builtin", gpus: int = 0) -> Iterator[
                 daemon.wait()
 
 
-def _up(base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus: int) -> dict[str, str]:
+def _up(
+    base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus: int, typed: Mapping[str, str]
+) -> dict[str, str]:
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(NODES + 1)
+    names = [f"n{index}" for index in range(NODES)]
+    ports = _free_ports(NODES + len(typed) + 2)
     lines = [CONFIGURATION.format(host=host, base=base, port=ports[0], scheduler=scheduler)]
-    if gpus:
-        lines.append("GresTypes=gpu\n")
-        _make_gpus(base, gpus)
-    for index in range(NODES):
-        gres = f" Gres=gpu:{gpus}" if gpus else ""
-        lines.append(
-            f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4{gres} "
-            "State=UNKNOWN\n"
-        )
-        (base / f"spool-n{index}").mkdir()
+    lines += ["GresTypes=gpu\n"] if gpus or typed else []
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
+    for name, port in zip(names, ports[1:], strict=False):
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4{gres} State=UNKNOWN\n")
+    for (name, counted), port in zip(typed.items(), ports[NODES + 1 :], strict=False):
+        lines.append(_GPU_LINES.format(name=name, host=host, port=port, gpus=counted))
+    if gpus or typed:
+        found = [*_gpus_of_nodes(base, gpus), *(_gpus_of(base, name, counted) for name, counted in typed.items())]
+        (base / "gres.conf").write_text("".join(found))
+    if typed:
+        lines.append(_GPU_PARTITIONS.format(host=host, port=ports[-1]))
+    for name in (*names, *typed):
+        (base / f"spool-{name}").mkdir()
     lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP GraceTime=40\n")
     lines.append(f"PartitionName=urgent Nodes=n[0-{NODES - 1}] PriorityTier=10 PreemptMode=OFF State=UP\n")
     (base / "state").mkdir()
@@ -120,21 +144,27 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus
     )  # fmt: skip
     _wait("munged", lambda: (base / "munge.socket").exists(), base)
     start("slurmctld", "-D", "-f", str(configuration))
-    for index in range(NODES):
-        start(*slurmd({"SLURM_CONF": str(configuration)}, f"n{index}"))
-    _wait("the nodes", lambda: idle_nodes(environment) == NODES, base)
+    for name in (*names, *typed):
+        start(*slurmd({"SLURM_CONF": str(configuration)}, name))
+    _wait("the nodes", lambda: idle_nodes(environment) == NODES + len(typed), base)
     return {"SLURM_CONF": str(configuration)}
 
 
-def _make_gpus(base: Path, count: int) -> None:
-    """Make the files that Slurm counts as GPUs of each node."""
-    lines = []
+def _gpus_of_nodes(base: Path, count: int) -> Iterator[str]:
+    """Make the files that Slurm counts as GPUs of each node; yield their lines of gres.conf."""
     for node in range(NODES):
         for gpu in range(count):
-            file = base / f"gpu-{node}-{gpu}"  # Slurm takes devices only; this is another /dev/null
+            file = base / f"gpu-{node}-{gpu}"  # Slurm gives jobs devices only; this is another /dev/null
             os.mknod(file, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-            lines.append(f"NodeName=n{node} Name=gpu File={file}\n")
-    (base / "gres.conf").write_text("".join(lines))
+            yield f"NodeName=n{node} Name=gpu File={file}\n"
+
+
+def _gpus_of(base: Path, name: str, counted: str) -> str:
+    """Return the line of gres.conf for a node; slurmd counts files, whatever is in them."""
+    kind, _, count = counted.partition(":")
+    for index in range(int(count)):
+        (base / f"{name}-gpu{index}").touch()
+    return f"NodeName={name} Name=gpu Type={kind} File={base}/{name}-gpu[0-{int(count) - 1}]\n"
 
 
 def idle_nodes(environment: dict[str, str]) -> int:

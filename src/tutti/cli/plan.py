@@ -18,7 +18,7 @@ from tutti.cli.options import (
     share_option,
     timeout_option,
 )
-from tutti.cli.plan_options import searching, showing
+from tutti.cli.plan_options import on_cluster, searching, showing
 from tutti.commands.messages import console
 from tutti.commands.plan_options import PlanOptions
 from tutti.config.vocabulary import Precision, Unit
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     "--allow-microbatches", is_flag=True, help="Let the number of microbatches change even where that changes results."
 )
 @searching
+@on_cluster
 @showing
 @click.option(
     "--mesh",
@@ -81,9 +82,11 @@ def command(**given: Any) -> None:
     """Choose how to train SCRIPT: mesh, microbatches, recompute and precision, by predicted time and memory.
 
     Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
-    With --cluster no hardware is needed. Options that tutti does not know, and all after --, are the script's.
+    With --cluster no hardware is needed. With --on a cluster is asked what it has. Options that tutti does not know,
+    and all after --, are the script's.
     """
     from tutti.cli.plan_view import show_difference
+    from tutti.commands.cluster_plans import checked_plan_on
     from tutti.commands.inputs import named_model
     from tutti.commands.plan import with_file
 
@@ -94,6 +97,8 @@ def command(**given: Any) -> None:
     described = options.model is not None or named_model(options.target) is not None
     given_mesh = options.mesh is not None and options.relax == "exact"
     stated = (given_mesh and not described) or (options.explain and (options.nproc is not None or options.as_json))
+    options = checked_plan_on(options)
+    stated = stated and options.on is None
     if options.plan is not None or (stated and not described):
         _show_explained(options)
         return
@@ -117,6 +122,10 @@ def _show_planned(options: PlanOptions, *, described: bool) -> None:
     if options.as_json:
         emit(document(result))
         return
+    if result.pools:
+        from tutti.cli.pool_view import show_pools
+
+        show_pools(result, options)
     show_choice(result, options)
     if options.explain and not described:
         _show(layout_of(options, result.plan))

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from tutti.cli.options import hosts_option, request_option
 from tutti.commands.plan_options import OBJECTIVES
 from tutti.config.option_syntax import BYTES, SECONDS, parse_quantity
 
@@ -60,6 +61,39 @@ def showing(function: Any) -> Any:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def on_cluster(function: Any) -> Any:
+    """Add the options that ask a cluster what it has."""
+    options = (
+        click.option("--on", metavar="NAME",
+                     help="Ask this cluster what it has, and plan for it: slurm, ssh or kubernetes."),
+        click.option("--nnodes", type=click.IntRange(1), help="With --on: plan for so many nodes."),
+        request_option,
+        hosts_option,
+        click.option("--links", metavar="LINK,...",
+                     help="With --on: what joins devices and nodes, such as nvlink3,8*ib-hdr."),
+        click.option("--price", "prices", multiple=True, metavar="NAME=PRICE", callback=_prices,
+                     help="With --on: price of a device and hour, by partition or kind of GPU."),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _prices(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    found = []
+    for text in texts:
+        name, _, price = text.rpartition("=")
+        try:
+            found.append((name, float(price)))
+        except ValueError:
+            found.append(("", 0.0))
+        if not found[-1][0] or not 0 <= found[-1][1] < float("inf"):
+            raise click.BadParameter(f"{text!r} is no price; write it like gpu=2.10")
+    return tuple(found)
 
 
 class QuantityType(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only

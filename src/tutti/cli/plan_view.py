@@ -71,7 +71,7 @@ def show_choice(planned: "Planned", options: "PlanOptions") -> None:
         out.print(f"{trust} (measured; tutti report --history)", markup=False, soft_wrap=True)
     for note in choice.prediction.notes[1:]:
         out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
-    if options.output is None:
+    if options.output is None or planned.pools:
         return
     words = f"plan written to {options.output}: {run_command(options.output, options.target)}"
     console.print(words, markup=False, soft_wrap=True)
@@ -111,8 +111,8 @@ def _measure(choice: Choice) -> str:
 
 
 def document(planned: "Planned") -> "Choice | Scenarios | Planned":
-    """Return what --json prints: the choice, with the changed clusters if asked for, or everything there is."""
-    if planned.scaling is not None or planned.trials is not None:
+    """Return what --json prints: the choice, with the changed clusters if asked for, or all that is not shown alone."""
+    if planned.scaling is not None or planned.trials is not None or planned.pools:
         return planned
     return Scenarios(now=planned.choice, scenarios=planned.scenarios) if planned.scenarios else planned.choice
 

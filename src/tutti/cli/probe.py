@@ -1,15 +1,25 @@
 """`tutti probe`: measures this machine or a cluster, or writes a cluster's description from data sheets."""
 
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tutti.cli.options import emit, json_option, request_option
+from tutti.cli.options import emit, hosts_option, json_option, request_option
 from tutti.commands.messages import console
-from tutti.commands.probe import ProbeOptions, described, measured
+from tutti.commands.probe import (
+    ProbeOptions,
+    check_plot,
+    described,
+    kept,
+    measured,
+    measured_by_ranks,
+    probe_words,
+)
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.option_syntax import BYTES, parse_quantity
@@ -39,7 +49,11 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     "4x8:a100-80gb,nvlink3,8*ib-hdr.",
 )
 @click.option("--devices-per-node", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--nodes", "-N", type=click.IntRange(1), help="Number of nodes; 1, or all --hosts, if not given.")
+@click.option("--node-rank", type=click.IntRange(0), default=0,
+              help="With --rendezvous: the number of this node, from 0.")  # fmt: skip
+@click.option("--rendezvous", metavar="HOST:PORT",
+              help="Where several nodes that run this together meet: node 0's host and a free port there.")  # fmt: skip
 @click.option("--node-link", help="What joins the devices of a node, such as NVLink3.")
 @click.option("--network", help="What joins the nodes, such as InfiniBand-HDR-200.")
 @click.option("--network-ports", type=click.IntRange(1), default=1, show_default=True, help="Ports of each node.")
@@ -50,41 +64,58 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     type=click.Path(path_type=Path, file_okay=False),
     help="An existing folder whose disk is measured, for plans that keep optimizer state there.",
 )
-@click.option("--on", metavar="NAME", help="The scheduler on whose nodes to measure: slurm, with --nodes and --nproc.")
+@click.option("--on", metavar="NAME", help="On whose nodes to measure, with --nodes: slurm, ssh or kubernetes.")
 @request_option
+@hosts_option
+@click.option("--send", is_flag=True, hidden=True)
 @json_option
-def command(on: str | None, requests: tuple[str, ...], **given: Any) -> None:
+def command(on: str | None, requests: tuple[str, ...], hosts: str | None, send: bool, **given: Any) -> None:
     """Measure this machine: matrix products, memory, links between ranks, disk.
 
-    Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them. With
-    --device it measures nothing and describes a cluster from data sheets. The result of measuring this machine is kept
-    for `tutti plan` and `tutti run`. With --on slurm, Slurm is asked for --nodes nodes, and these are measured.
+    Started on several ranks (torchrun, srun, mpirun), or on several nodes with --rendezvous, it measures all of their
+    hosts and the network between them. With --device it measures nothing and describes a cluster from data sheets. The
+    result of measuring this machine is kept for `tutti plan` and `tutti run`. With --on slurm, Slurm is asked for
+    --nodes nodes, and these are measured; with --hosts, hosts over ssh are.
     """
     options = ProbeOptions(**given)
+    on = on or ("ssh" if hosts is not None else None)
     if on is not None:
-        sys.exit(_measure_on(on, options, requests))
+        sys.exit(_measure_on(on, options, requests, hosts))
     if requests:
         raise LaunchError("--request is for the nodes of a cluster; add --on slurm, or leave it out")
     if options.show_parts:
         _show_parts(options)
         return
+    if options.rendezvous is not None:
+        sys.exit(measured_by_ranks(options, send=send))
     result = measured(options) if options.device is None else described(options, options.device)
-    if result is not None:
+    if result is not None and send:
+        from tutti.commands.on_nodes import SENT
+
+        print(f"{SENT}{json.dumps(serialization.to_data(result.cluster))}", flush=True)
+    elif result is not None:
         _finish(options, result.cluster, options.output or result.file)
 
 
-def _measure_on(on: str, options: ProbeOptions, requests: tuple[str, ...]) -> int:
-    from tutti.commands.on_nodes import run_on_nodes
+def _measure_on(on: str, options: ProbeOptions, requests: tuple[str, ...], hosts: str | None) -> int:
+    """Measure nodes of a cluster, and return the exit code."""
+    from tutti.clusters.cluster_job import NodeCommand
+    from tutti.commands.on_nodes import run_on_nodes, sends_to
 
-    if options.nproc is None:
+    sends = sends_to(on)
+    if options.nproc is None and on != "ssh":
         raise LaunchError(f"--on {on}: say how many ranks each node has: add --nproc N")
     if options.device is not None or options.show_parts:
         raise LaunchError(f"--on {on} measures nodes, and --device and --list measure nothing; leave one out")
-    paths = (("--output", options.output), ("--plot", options.plot), ("--nvme-path", options.nvme_path))
-    words = ["probe", *(word for name, path in paths if path is not None for word in (name, str(path.resolve())))]
-    flags = (("--quick", options.quick), ("--no-plot", options.no_plot), ("--json", options.as_json))
-    words += [name for name, is_set in flags if is_set]
-    return run_on_nodes(words, on=on, nodes=options.nodes, tasks_per_node=options.nproc, requests=requests)
+    if sends and options.plot is not None:
+        check_plot(options.plot)
+    own = replace(options, output=None, plot=None, as_json=False) if sends else options
+    words = ("probe", *probe_words(own), *(("--send",) if sends else ()))
+    asked = NodeCommand(words=words, nodes=options.nodes, nproc=options.nproc, numbered="--nodes")
+    done = run_on_nodes(asked, on=on, requests=requests, hosts=hosts, tasks_per_node=options.nproc or 1)
+    if done.sent:
+        _finish(options, kept(done.sent, done.nodes), options.output or Path("cluster.json"))
+    return done.code
 
 
 def _show_parts(options: ProbeOptions) -> None:

@@ -118,12 +118,12 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, according to a plan: given with --plan, implied by --nproc, or made now."""
-    from tutti.commands.run import screen, trained
-
     hosts, dry_run = given.pop("hosts"), given.pop("dry_run")
     on = given.pop("launcher") or default_launcher(hosts)
     if is_scheduler(on):
         sys.exit(submitted_and_followed(click.get_current_context().meta[GIVEN]))
+    from tutti.commands.run import screen, trained  # which a submission does not wait for
+
     if hosts is not None or dry_run:
         name = "--hosts" if hosts is not None else "--dry-run"
         raise LaunchError(f"{name} is for other hosts, and --on is {on}; leave it out, or add --on ssh")
@@ -148,7 +148,7 @@ def command(**given: Any) -> None:
 
 def _show(ended: "Conclusion") -> None:
     """Print what went wrong, or where the report is."""
-    from tutti.commands.run_conclusion import short
+    from tutti.commands.messages import short
 
     if ended.message is not None:
         style = "red" if ended.outcome.status == "failed" else None

@@ -92,10 +92,10 @@ def submitted(
         requests, hosts, folder, resume, dry_run, as_json: see the options.
     """
     from tutti.clusters.profile_file import read_profile
-    from tutti.commands.submit import submit
+    from tutti.commands.submit import submit_run
 
     defaults = read_profile(Path.cwd()).run
-    done = submit(
+    done = submit_run(
         replace(_options(run, words), folder=folder, resume=resume),
         words,
         on=on or default_of(defaults.on, hosts) or "slurm",

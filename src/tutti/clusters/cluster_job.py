@@ -224,6 +224,60 @@ def offered_schedulers() -> list[SchedulerOffer]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCommand:
+    """A command of `tutti` that is to run once on each of several nodes, which find each other.
+
+    Attributes:
+        words: arguments of `tutti`, without those that say which node it is.
+        script: the script among them, relative to this directory; None if no code of the project is needed.
+        nodes: number of nodes; None for all that are named, or else 1.
+        nproc: ranks of each node; None for those that the settings name.
+        numbered: how the command calls the number of nodes, such as "--nnodes".
+    """
+
+    words: tuple[str, ...]
+    script: str | None = None
+    nodes: int | None = None
+    nproc: int | None = None
+    numbered: str = "--nnodes"
+
+    def on_node(self, number: int, nodes: int, nproc: int, rendezvous: str) -> list[str]:
+        """Return the arguments of `tutti` on one of the nodes.
+
+        Args:
+            number: of the node, from 0.
+            nodes: how many there are.
+            nproc: ranks of each.
+            rendezvous: where they meet, as HOST:PORT.
+        """
+        command, *others = self.words
+        found = [command, "--nproc", str(nproc)]
+        if nodes > 1:
+            found += [self.numbered, str(nodes), "--node-rank", str(number), "--rendezvous", rendezvous]
+        return [*found, *others]
+
+
+@runtime_checkable
+class NodeRuns(Protocol):
+    """A cluster that runs a command on nodes while one waits, and passes on what it prints."""
+
+    def run_on_nodes(
+        self, command: NodeCommand, settings: Mapping[str, Any], show: Callable[[str], None]
+    ) -> tuple[int, tuple[str, ...]]:
+        """Run a command on nodes, end it everywhere on Ctrl-C, and return its exit code and the nodes' names.
+
+        Args:
+            command: what is to run.
+            settings: the cluster's own.
+            show: called with each line that a node prints.
+
+        Raises:
+            LaunchError: a node cannot be used, or the cluster refuses.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """A submitted run, as its folder names it.
 

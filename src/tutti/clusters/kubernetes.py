@@ -10,8 +10,9 @@ import math
 import re
 import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +20,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tutti.clusters.cluster_job import RECORD, JobRequest, JobStatus, read_record
+from tutti.clusters.cluster_job import RECORD, JobRequest, JobStatus, NodeCommand, read_record
+from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.kubernetes_api import Cluster, cluster_of, package, pod_index
 from tutti.clusters.kubernetes_manifest import (
+    COMMAND,
+    ENDED,
     EXTRA_GRACE_S,
     MARK,
     KubernetesSettings,
@@ -39,6 +43,7 @@ from tutti.errors import RESUMABLE, LaunchError
 
 LOG = "kubernetes.log"
 
+_FOLLOW_S = 0.5
 _LOG_SLACK_S = 10.0
 _WATCH_S = 10.0
 
@@ -93,15 +98,7 @@ class Kubernetes:
         space = settings.namespace or cluster.namespace
         mark = {"folder": folder if kind == "inside" else "", "job": name}
         (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
-        made = cluster.ask(cluster.batch.create_namespaced_job, space, job)["metadata"]
-        try:
-            token = secrets.token_hex(32)
-            cluster.ask(cluster.core.create_namespaced_service, space, owned(service, made))
-            cluster.ask(cluster.core.create_namespaced_secret, space, owned(with_secret(secret, token), made))
-        except BaseException:
-            with contextlib.suppress(LaunchError):
-                cluster.delete(space, name, grace_s=1)
-            raise
+        _create(cluster, space, [job, service, secret])
         about = KubernetesJob(
             context=settings.context or cluster.context,
             kubeconfig=settings.kubeconfig,
@@ -143,6 +140,31 @@ class Kubernetes:
                 state="unknown", reason="the cluster has no such job; its time to live is over, or it was deleted"
             )
         return status_of(cluster, space, found, cluster.pods(space, name))
+
+    def pools(self, settings: Mapping[str, Any]) -> tuple[NodePool, ...]:
+        from tutti.clusters.kubernetes_resources import kubernetes_pools
+
+        read = read_kubernetes_settings({"image": "any", **settings})
+        return kubernetes_pools(cluster_of(read.context, read.kubeconfig), read)
+
+    def run_on_nodes(
+        self, command: NodeCommand, settings: Mapping[str, Any], show: Callable[[str], None]
+    ) -> tuple[int, tuple[str, ...]]:
+        read, nodes = read_kubernetes_settings(settings), command.nodes or 1
+        nproc = command.nproc or read.gpus or 2
+        name = object_name(f"tutti-{command.words[0]}", nodes, unique_part())
+        request = JobRequest(
+            name=name, folder=Path.cwd(), directory=Path.cwd(), words=command.words, nodes=nodes,
+            nproc=(nproc,) * nodes, script=command.script or "", grace_s=1, resume=str(nproc),
+        )  # fmt: skip
+        things = manifests(request, read, name, command.numbered, COMMAND)
+        cluster = cluster_of(read.context, read.kubeconfig)
+        space = read.namespace or cluster.namespace
+        try:
+            _create(cluster, space, things)
+            return _followed(cluster, space, name, show)
+        finally:
+            cluster.delete(space, name, grace_s=1)
 
     def collect(self, job: str) -> bool:
         state = _read_state(job)
@@ -254,6 +276,54 @@ def _of(job: str, state: KubernetesJob | None) -> tuple[Cluster, str, str]:
     if not name:
         raise LaunchError(f"{job} is no job of Kubernetes (NAMESPACE/NAME); submit the run again")
     return (cluster_of(None, None) if state is None else cluster_of(state.context, state.kubeconfig)), space, name
+
+
+def _create(cluster: Cluster, space: str, things: Sequence[Mapping[str, Any]]) -> None:
+    """Create the Job, the Service and the Secret of a run, or none of them."""
+    job, service, secret = things
+    made = cluster.ask(cluster.batch.create_namespaced_job, space, job)["metadata"]
+    try:
+        token = secrets.token_hex(32)
+        cluster.ask(cluster.core.create_namespaced_service, space, owned(service, made))
+        cluster.ask(cluster.core.create_namespaced_secret, space, owned(with_secret(secret, token), made))
+    except BaseException:
+        with contextlib.suppress(LaunchError):
+            cluster.delete(space, made["name"], grace_s=1)
+        raise
+
+
+def _followed(cluster: Cluster, space: str, name: str, show: Callable[[str], None]) -> tuple[int, tuple[str, ...]]:
+    """Show what the pods of a job print until it has ended, and return the worst exit code and the nodes' names.
+
+    Raises:
+        LaunchError: a pod has ended without an exit code of its command.
+    """
+    codes, nodes, reason, ended = list[int](), dict[str, None](), "", False
+    with tempfile.TemporaryDirectory(prefix="tutti-") as folder:
+        log = Path(folder) / LOG
+        log.touch()
+        state = KubernetesJob(context=None, kubeconfig=None, grace_s=1, inside="", log=str(log))
+        with log.open(encoding="utf-8") as printed:
+            while True:
+                job = cluster.ask(cluster.batch.read_namespaced_job, name, space)
+                pods = cluster.pods(space, name)
+                status = status_of(cluster, space, job, pods)
+                nodes |= dict.fromkeys(pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName"))
+                if status.reason and status.reason != reason:
+                    print(f"kubernetes job {space}/{name}: {status.state} ({status.reason})", file=sys.stderr)
+                reason, ended = status.reason, status.ended
+                state = _copy_logs(cluster, space, name, state)
+                for line in printed.read().splitlines():
+                    if ENDED in line:
+                        codes.append(int(line.rpartition(ENDED)[2]))
+                    else:
+                        show(line)
+                if ended:
+                    break
+                time.sleep(_FOLLOW_S)
+    if status.state != "completed":
+        raise LaunchError(f"kubernetes job {space}/{name} has {status.state} ({status.reason}); correct what it names")
+    return max(codes, default=0), tuple(nodes)
 
 
 def _copy_logs(cluster: Cluster, space: str, name: str, state: KubernetesJob) -> KubernetesJob:

@@ -27,6 +27,12 @@ _REFUSALS = (
     (403, r"PriorityClass", "`kubectl get priorityclasses` lists them; name one with --request priority_class=NAME"),
     (
         403,
+        r"nodes",
+        "what a cluster has is shown to those who may list its nodes: ask the administrator for that, or describe the "
+        "cluster with --cluster",
+    ),
+    (
+        403,
         r"",
         "it takes the right to create jobs, services and secrets, and to read pods and their logs: `kubectl auth can-i "
         "create jobs` says whether you have it; ask the administrator, or name another --request namespace=NAME",

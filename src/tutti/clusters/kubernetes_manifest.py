@@ -27,6 +27,12 @@ EXTRA_GRACE_S = 30
 MARK = "kubernetes.json"
 """File of the run folder that says where pods keep the run, and by which they know that they see this folder."""
 
+COMMAND = "command"
+"""The kind of a job that runs another command than `tutti run`, and is removed when that has ended."""
+
+ENDED = "tutti-ended "
+"""Begins the last line of such a pod; the exit code of the command follows."""
+
 _SECRET_KEY = "secret"
 
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f]*$")]
@@ -156,8 +162,8 @@ def manifests(
         settings: of the job.
         name: of the objects.
         folder: the run folder in the pods.
-        kind: "seen" for the folder of this machine, "inside" for one on a volume; else the store in which a pod leaves
-            its checkpoints.
+        kind: "seen" for the folder of this machine, "inside" for one on a volume, `COMMAND` for another command than
+            `tutti run`; else the store in which a pod leaves its checkpoints.
 
     Raises:
         LaunchError: a word names a file of this machine that has no place in the pods.

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tutti.clusters.kubernetes_manifest import MARK
+from tutti.clusters.cluster_job import NodeCommand
+from tutti.clusters.kubernetes_manifest import COMMAND, ENDED, MARK
 from tutti.config.run_folder import RunFolder
 from tutti.environment import completion_index
 from tutti.errors import RESUMABLE, LaunchError
@@ -81,6 +82,21 @@ def pod_command(
     return [*found, *words]
 
 
+def command_in_pod(
+    numbered: str, nproc: int, nodes: int, rendezvous: str, index: int, words: Sequence[str]
+) -> list[str]:
+    """Return the arguments of a command of `tutti` other than `tutti run` in this pod, such as those of the doctor.
+
+    Args:
+        numbered: how the command calls the number of nodes.
+        nproc: ranks of each pod.
+        nodes, rendezvous, index: see `pod_command`.
+        words: the arguments that are the same in all pods.
+    """
+    command = NodeCommand(words=tuple(words), numbered=numbered)
+    return command.on_node(index, nodes, nproc, rendezvous.format(0))
+
+
 def _newest_in_store(address: str, name: str) -> str:
     """Return the address of the newest checkpoint that a job has left in its store; empty without one.
 
@@ -144,19 +160,30 @@ class Child:
 
 
 def main() -> None:
-    """Run this pod's part. The arguments are those of `pod_command`, without the pod's number."""
+    """Run this pod's part. The arguments are those of `pod_command`, without the pod's number.
+
+    For a command that is not `tutti run`, folder and resume are the first two of `command_in_pod`, and the exit code is
+    printed: a pod that failed would end the others.
+    """
     kind, folder, resume, nodes, rendezvous, *words = sys.argv[1:]
     child = Child()
     try:
         index = completion_index()
-        arguments = pod_command(kind, Path(folder), resume, int(nodes), rendezvous, index, words)
+        if kind == COMMAND:
+            arguments = command_in_pod(folder, int(resume), int(nodes), rendezvous, index, words)
+        else:
+            arguments = pod_command(kind, Path(folder), resume, int(nodes), rendezvous, index, words)
     except LaunchError as error:
         print(f"tutti: {error}", file=sys.stderr)
         sys.exit(2)
     if int(nodes) > 1:
         hosts = [rendezvous.format(number).rpartition(":")[0] for number in range(int(nodes))]
         wait_for_names(hosts, lambda host: socket.getaddrinfo(host, None))
-    sys.exit(child.run(arguments))
+    code = child.run(arguments)
+    if kind == COMMAND:
+        print(f"{ENDED}{code}", flush=True)
+        code = 0
+    sys.exit(code)
 
 
 if __name__ == "__main__":

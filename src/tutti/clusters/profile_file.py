@@ -17,15 +17,20 @@ image = "registry.example.org/team/train:1"
 
 [ray]
 address = "http://head:8265"
+
+[hardware]
+gpus = { a100 = "A100-SXM4-80GB" }
+links = "nvlink3,8*ib-hdr"
+prices = { gpu = 2.1 }
 """
 
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tutti.clusters.cluster_job import offered_schedulers
 from tutti.config.count_range import node_counts
@@ -52,6 +57,22 @@ class RunDefaults(BaseModel):
     nnodes: int | str | None = None
 
 
+class HardwareFacts(BaseModel):
+    """The table `[hardware]`: what schedulers do not tell of their clusters, for `tutti plan --on`.
+
+    Attributes:
+        gpus: the device of the catalogue by the cluster's name of a kind of GPU.
+        links: what joins devices of a node, and nodes, such as "nvlink3,8*ib-hdr"; or that by partition or kind of GPU.
+        prices: of a device and hour, by partition, kind of GPU, or device of the catalogue.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: dict[str, str] = {}
+    links: str | dict[str, str] = ""
+    prices: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
+
+
 class ClusterProfile(BaseModel):
     """A whole tutti.toml. Schedulers of other packages have tables of their names, too.
 
@@ -61,6 +82,7 @@ class ClusterProfile(BaseModel):
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
         mpi: settings of runs by mpirun; see `tutti.clusters.mpi_hosts.MpiSettings`.
         ray: settings of jobs there; see `tutti.clusters.ray_task.RaySettings`.
+        hardware: what the schedulers do not tell.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -71,6 +93,7 @@ class ClusterProfile(BaseModel):
     kubernetes: dict[str, Any] = {}
     mpi: dict[str, Any] = {}
     ray: dict[str, Any] = {}
+    hardware: HardwareFacts = HardwareFacts()
 
 
 def listed(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from tutti.clusters.cluster_job import STAY_STOPPED, JobRequest, JobState, JobStatus
+from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.profile_file import read_cluster_settings
 from tutti.config.safe_text import plain_text
 from tutti.environment import in_slurm_job
@@ -364,6 +365,12 @@ class Slurm:
         steps = [*_setup(read), f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
         return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("exec  ", "exec ")]
 
+    def pools(self, settings: Mapping[str, Any]) -> tuple[NodePool, ...]:
+        from tutti.clusters.slurm_resources import NodeChoice, slurm_pools
+
+        names = set(NodeChoice.__dataclass_fields__)
+        return slurm_pools(_answer, NodeChoice(**read_settings(settings).model_dump(include=names)))
+
     def collect(self, job: str) -> bool:
         return False
 
@@ -377,6 +384,14 @@ class Slurm:
         code, out, err = _ask("scancel", *words)
         if code and "already completed" not in err.lower() and "invalid job id" not in err.lower():
             raise LaunchError(_refusal(err or out))
+
+
+def _answer(program: str, *words: str) -> str:
+    """Return what a command of Slurm prints. Raises LaunchError if it fails."""
+    code, out, err = _ask(program, *words)
+    if code:
+        raise LaunchError(_refusal(err or out))
+    return out
 
 
 def _explained(reason: str) -> str:

@@ -1,6 +1,7 @@
 """What a batch job starts on each of its nodes: `tutti run`, with this node's number and where the nodes meet."""
 
 import os
+import runpy
 import socket
 import sys
 from collections.abc import Sequence
@@ -74,20 +75,21 @@ def ended(folder: Path, code: int) -> int:
 
 
 def main() -> None:
-    """Become `tutti run`. The arguments are directory, number of nodes, run folder, what to resume, and its own.
+    """Do what `tutti run` does, in this process, which has loaded a part of it already.
 
-    With --ended, a run folder and an exit code: end as the run did.
+    The arguments are directory, number of nodes, run folder, what to resume, and its own. With --ended, a run folder
+    and an exit code: end as the run did.
     """
     if sys.argv[1] == "--ended":
         sys.exit(ended(Path(sys.argv[2]), int(sys.argv[3])))
     directory, nodes, folder, resume, *words = sys.argv[1:]
     try:
         enter(directory, folder)
-        arguments = node_command(node_counts(nodes) or 1, folder, resume, words)
+        sys.argv[1:] = node_command(node_counts(nodes) or 1, folder, resume, words)
     except LaunchError as error:
         print(f"tutti: {error}", file=sys.stderr)
         sys.exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", "tutti.cli.main", *arguments])
+    runpy.run_module("tutti.cli.main", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
+from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand, interrupts_let_through
+from tutti.clusters.cluster_resources import ClusterNode, NodePool
 from tutti.clusters.driver_job import cancel_driver, job_status, running_driver, start_driver
 from tutti.clusters.ssh_hosts import (
     SshHost,
@@ -21,7 +24,14 @@ from tutti.clusters.ssh_hosts import (
     ssh_command,
     ssh_words,
 )
-from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, git_ignored, prepare_hosts, rsync_command
+from tutti.clusters.ssh_prepare import (
+    HostNeeds,
+    PreparedHost,
+    git_ignored,
+    host_facts,
+    prepare_hosts,
+    rsync_command,
+)
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError
 
@@ -107,6 +117,62 @@ class Ssh:
 
     def status(self, job: str) -> JobStatus:
         return job_status(job)
+
+    def run_on_nodes(
+        self, command: NodeCommand, settings: Mapping[str, Any], show: Callable[[str], None]
+    ) -> tuple[int, tuple[str, ...]]:
+        from tutti.clusters.ssh_foreground import ShownOutput, run_on_hosts
+
+        read = read_ssh_settings(settings)
+        hosts = _chosen(read, Path.cwd(), command.nodes)
+        counts = [host.ranks for host in hosts if host.ranks is not None]
+        nproc = command.nproc or min(counts, default=2)
+        with tempfile.TemporaryDirectory(prefix="tutti-") as folder:
+            request = JobRequest(
+                name=command.words[0], folder=Path(folder), directory=Path.cwd(), words=command.words,
+                nodes=len(hosts), script=command.script or "",
+            )  # fmt: skip
+            needs = _needs(request, read, hosts, f"{command.words[0]}-{secrets.token_hex(4)}")
+            needs = replace(needs, bare=command.script is None)
+            prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
+            where, tasks = _rendezvous(read, prepared), []
+            for number, place in enumerate(prepared):
+                words = command.on_node(number, len(hosts), nproc, where)
+                if not shared and not needs.bare:
+                    words = [_moved(word, request.directory, place.directory) for word in words]
+                # What a host prints is all that comes back: its folder goes at the end.
+                fields: dict[str, Any] = {"fetch": "none", "ranks": None, "checkpoints": False, "known": {}, "had": []}
+                fields |= {"folder": place.folder, "directory": place.directory, "python_path": place.python_path}
+                ssh = {"name": place.host.name, "command": ssh_command(read, place.host)}
+                script = {"script": bash_script(read).decode()}
+                tasks.append({**ssh, **script, "request": {"arguments": words, "temporary": not shared, **fields}})
+            output = ShownOutput(show, several=len(hosts) > 1, together="--json" in command.words)
+            return run_on_hosts(tasks, output), tuple(host.name for host in hosts)
+
+    def pools(self, settings: Mapping[str, Any]) -> tuple[NodePool, ...]:
+        read = read_ssh_settings(settings)
+        hosts = _chosen(read, Path.cwd(), None)
+        told = host_facts(read, hosts)
+        nodes = []
+        for host, facts in zip(hosts, told, strict=True):
+            gpus = facts["gpus"] if host.ranks is None else facts["gpus"][: host.ranks]
+            if len(set(gpus)) > 1:
+                kinds = ", ".join(dict.fromkeys(gpus))
+                raise LaunchError(
+                    f"{host.name} has several kinds of GPUs ({kinds}); measure it: `tutti probe --on ssh`"
+                )
+            nodes.append(
+                ClusterNode(
+                    name=host.name,
+                    cores=facts["cores"],
+                    memory_nbytes=facts["memory"],
+                    gpus=len(gpus),
+                    gpu=gpus[0] if gpus else "",
+                    idle=facts["load"] < max(1.0, 0.25 * facts["cores"]),
+                )
+            )
+        probed = {host.name: facts["probed"] for host, facts in zip(hosts, told, strict=True) if facts["probed"]}
+        return (NodePool(name="", nodes=tuple(nodes), whole=True, probed=probed),)
 
     def collect(self, job: str) -> bool:
         return False

@@ -18,6 +18,7 @@ import random
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -155,6 +156,23 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _facts() -> dict[str, Any]:
+    """Say what this host has: cores, memory, GPUs, and what `tutti probe` has measured here."""
+    probed = Path("~/.cache/tutti").expanduser() / f"cluster-{socket.gethostname()}.json"
+    names = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        names = [line.strip() for line in done.stdout.splitlines() if line.strip()] if not done.returncode else []
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load": os.getloadavg()[0],
+        "gpus": names,
+        "probed": probed.read_text(encoding="utf-8") if probed.is_file() else "",
+    }
+
+
 def _directory(request: dict[str, Any]) -> dict[str, Any]:
     """Make the directory of the code, or look for it, and tell the checkpoints of the run that is resumed there."""
     directory = Path(request["directory"]).expanduser()
@@ -233,6 +251,8 @@ def _unpack(stream: _Chunks, target: Path) -> None:
 def _answer(request: dict[str, Any], source: BinaryIO) -> dict[str, Any]:
     if request["action"] == "check":
         return _check(request)
+    if request["action"] == "facts":
+        return _facts()
     if request["action"] == "directory":
         return _directory(request)
     if request["action"] == "receive":

@@ -37,6 +37,7 @@ START_S = 90.0
 """Seconds that a host has to start its part; those of a connection that is being made count."""
 
 _CANCEL_S = 15.0
+_LEAVE_S = 3.0
 
 _NODE = b"from tutti.clusters.ssh_node import main; main()"
 
@@ -88,7 +89,10 @@ class HostLink:
         return self.code is not None or bool(self.lost)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; a host that has ended is left the time to clean up."""
+        if self.code is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEAVE_S)
         self._process.kill()
         self._process.wait()
 

@@ -189,6 +189,7 @@ class HostNeeds:
         restarts: whether the run goes on after failures.
         least: fewest hosts to begin with; None for all.
         first_ranks: number of ranks on the first host.
+        bare: no code is needed, so none is copied.
         token: by which hosts see that they share a folder.
     """
 
@@ -204,6 +205,7 @@ class HostNeeds:
     restarts: bool
     least: int | None
     first_ranks: int
+    bare: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(6))
 
     @property
@@ -239,6 +241,19 @@ def prepare_hosts(needs: HostNeeds, say: Callable[[str], None]) -> tuple[tuple[P
             conversation.close()
 
 
+def host_facts(settings: SshSettings, hosts: Sequence[SshHost]) -> list[dict[str, Any]]:
+    """Return what hosts have: cores, memory, GPUs, and what was measured there.
+
+    Raises:
+        LaunchError: a sentence for each host that does not answer.
+    """
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+        asked = [stack.enter_context(contextlib.closing(Conversation(settings, host))) for host in hosts]
+        told, problems = _all(pool, lambda number: asked[number].ask("facts"), range(len(hosts)))
+        _refuse(problems)
+        return [told[number] for number in range(len(hosts))]
+
+
 def _prepared(
     needs: HostNeeds,
     conversations: Sequence[Conversation],
@@ -264,7 +279,7 @@ def _prepared(
         known, problems = dict(enumerate(known.values())), {}
     count = len(conversations)
     sync = needs.settings.sync or ("none" if needs.settings.directory is None else "rsync")
-    shared = sync == "none" and all(answer["sees_run"] for answer in known.values())
+    shared = not needs.bare and sync == "none" and all(answer["sees_run"] for answer in known.values())
     tokens = [f"{needs.token}-{number}" for number in range(count)]
     made, lost = _all(pool, lambda number: _make(needs, conversations[number], tokens[number], shared=shared), known)
     answers = {number: answer | made.get(number, {}) for number, answer in known.items()}
@@ -273,7 +288,9 @@ def _prepared(
         if found := _problems(needs, answers[number], here, names, shared=shared):
             problems[number] = "\n".join(f"{needs.hosts[number].name}: {words}" for words in found)
     _refuse(problems)
-    firsts = [0] * count if shared else _sharing(conversations, answers, tokens, pool)
+    firsts = [0] * count
+    if not shared:
+        firsts = [*range(count)] if needs.bare else _sharing(conversations, answers, tokens, pool)
     if needs.restarts and not shared and any(firsts):
         others = ", ".join(needs.hosts[number].name for number, first in enumerate(firsts) if first)
         what = "--max-restarts" if needs.least is None else f"--nnodes {needs.least}:{count}"
@@ -283,7 +300,7 @@ def _prepared(
             f"{what} out"
         )
     _ship_tutti(needs, conversations, answers, digest, pool, say)
-    if not shared:
+    if not shared and not needs.bare:
         for number, answer in answers.items():
             if job := job_in(f"{needs.hosts[number].address}:{answer['directory']}"):
                 problems[number] = (
@@ -299,6 +316,8 @@ def _prepared(
 
 def _make(needs: HostNeeds, conversation: Conversation, token: str, *, shared: bool) -> dict[str, Any]:
     """Let a host make the directory, or look for it where the hosts see what is here."""
+    if needs.bare:
+        return conversation.ask("directory", directory="~", make=False, private=False, token=token, run="", needed=[])
     make = not shared and needs.settings.sync != "none"
     directory = needs.directory if make else _shared_directory(needs)
     run = f"runs/{needs.remote_name}"
@@ -340,7 +359,7 @@ def _hosts(
         if not shared:
             # A host that does not see the first one's disk begins with an empty folder, in which only its logs are.
             name = needs.remote_name if not firsts[number] else f"{needs.remote_name}-node{number}-{needs.token}"
-            folder = f"{answer['directory']}/runs/{name}"
+            folder = f"{answer['directory']}/{'.cache/tutti' if needs.bare else 'runs'}/{name}"
             own = folder if resume and firsts[number] and not is_address(resume) else resume
         found.append(
             PreparedHost(
@@ -398,7 +417,7 @@ def _problems(
             f"torch is {there['torch']} there and {here['torch']} here; install one version, or allow it: "
             "--request versions=any"
         )
-    if needs.settings.sync == "none" and not answer["sees_run"]:
+    if needs.settings.sync == "none" and not answer["sees_run"] and not needs.bare:
         found.append(
             f"it does not see the run folder {needs.folder}, as sync=none needs; name one that all hosts share with "
             "--folder, or let the code be copied: --request sync=rsync"
@@ -408,7 +427,7 @@ def _problems(
             f"the directory {answer['directory']} cannot be used there ({answer['problem']}); name another one: "
             "--request directory=PATH"
         )
-    if not shared and needs.settings.sync in (None, "rsync") and not answer["rsync"]:
+    if not shared and not needs.bare and needs.settings.sync in (None, "rsync") and not answer["rsync"]:
         found.append("rsync is not installed there; install it, or copy what is committed with --request sync=git")
     found += [
         f"there is no {path}, and only what is below {needs.here} is copied; name a path in there"

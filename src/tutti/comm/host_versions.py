@@ -1,6 +1,5 @@
 """Versions and device names of a host, and what differs between the hosts of a run."""
 
-import contextlib
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,7 @@ import torch.distributed as dist
 
 from tutti.comm.devices import device_name
 from tutti.config.version import VERSION
-
-_MODULES = Path("/sys/module")
+from tutti.machine import MODULES, gpu_driver
 
 _REMEDIES = {
     "tutti": "install one version on all hosts",
@@ -28,7 +26,7 @@ _REMEDIES = {
 """What to do about each kind of difference, in the order in which they are told."""
 
 
-def host_versions(device: torch.device, modules: Path = _MODULES) -> dict[str, str]:
+def host_versions(device: torch.device, modules: Path = MODULES) -> dict[str, str]:
     """Return the versions that should be equal on all hosts, and the name of this rank's device.
 
     Args:
@@ -42,10 +40,8 @@ def host_versions(device: torch.device, modules: Path = _MODULES) -> dict[str, s
         versions["CUDA"] = torch.version.cuda
     if device.type == "cuda" and dist.is_nccl_available():
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    for driver in ("nvidia", "amdgpu", "xe", "i915"):
-        with contextlib.suppress(OSError):  # another driver, or one without a number of its own
-            versions["GPU driver"] = (modules / driver / "version").read_text(encoding="utf-8").strip()
-            break
+    if driver := gpu_driver(modules):
+        versions["GPU driver"] = driver
     versions["device"] = platform.machine() if device.type == "cpu" else device_name(device)
     return versions
 

@@ -9,6 +9,7 @@ from tutti.commands.messages import console
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
+from tutti.environment import slurm_node_names
 from tutti.errors import SpecError
 
 
@@ -80,13 +81,39 @@ def cluster_for(path: Path | ClusterSpec | None, *, quick: bool = True) -> Clust
         return serialization.load(ClusterSpec, path)
     from tutti.profile.probe import cached_cluster_path, measure
 
-    cached = cached_cluster_path()
-    if cached.exists():
-        return serialization.load(ClusterSpec, cached)
+    names = slurm_node_names()
+    kept = kept_cluster(len(names)) if len(names) > 1 else None
+    if kept is not None:
+        console.print(f"the nodes of this allocation, as measured before: {', '.join(names)}", soft_wrap=True)
+        return kept
+    if len(names) > 1:
+        console.print(
+            f"the {len(names)} nodes of this allocation were never measured together (`srun tutti probe` does it), so "
+            "this is for this machine alone",
+            soft_wrap=True,
+        )
+    if (kept := kept_cluster(1)) is not None:
+        return kept
     console.print("measuring this machine, once (`tutti probe` measures it more thoroughly)")
     cluster = measure(quick=quick)
-    serialization.save(cluster, cached)
+    serialization.save(cluster, cached_cluster_path())
     return cluster
+
+
+def kept_cluster(nodes: int) -> ClusterSpec | None:
+    """Return what was measured of the nodes of this Slurm job, or of this machine; None if it is to be measured.
+
+    Args:
+        nodes: number of nodes that are to be used.
+
+    Raises:
+        SpecError: the kept file is damaged.
+    """
+    from tutti.profile.probe import cached_cluster_path, node_set_path, read_cached
+
+    names = slurm_node_names()
+    kept = read_cached(node_set_path(names)) if names and len(names) == nodes else None
+    return read_cached(cached_cluster_path()) if kept is None and nodes == 1 else kept
 
 
 def write_spec(value: Any, output: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TextIO
 
 from tutti.terminal import PlainConsole
@@ -32,6 +33,13 @@ def status(words: str) -> AbstractContextManager[Any]:
 def warn(words: str) -> None:
     """Say something that the user should know, and that stops nothing."""
     console.print(words, style="yellow", markup=False, soft_wrap=True)
+
+
+def short(path: Path) -> str:
+    """Return the path relative to the current directory, if it is inside it."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 class GuardedStream:

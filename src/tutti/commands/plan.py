@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tutti.commands.capture import SCRIPT_TIMEOUT_S, capture_script, process_restored
+from tutti.commands.cluster_plans import best_of_pools, checked_plan_on, offers
 from tutti.commands.inputs import cluster_for, named_model, write_spec
 from tutti.commands.messages import messages, status
 from tutti.commands.plan_options import PlanOptions, options_of
@@ -60,6 +62,12 @@ def plan(
     try_steps: int = 8,
     seconds: float | None = None,
     share_device: bool = False,
+    on: str | None = None,
+    nnodes: int | None = None,
+    hosts: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    links: str | None = None,
+    prices: Mapping[str, float] | None = None,
     output: StrPath | None = None,
     timeout: float = SCRIPT_TIMEOUT_S,
     verbose: bool = False,
@@ -99,6 +107,12 @@ def plan(
         try_steps: steps of each plan that is tried.
         seconds: time limit of the search.
         share_device: ranks may share GPUs: `nproc` or `mesh` may have more ranks than the cluster has devices.
+        on: plan for what this cluster has: "slurm", "ssh" or "kubernetes"; `pools` of the result has each partition.
+        nnodes: with `on`: plan for so many nodes.
+        hosts: with on="ssh": the hosts, such as "node0:8,node1:8", or a file of them.
+        settings: with `on`: of the cluster's job, such as {"partition": "gpu"}; tutti.toml has those of the project.
+        links: with `on`: what joins devices and nodes, such as "nvlink3,8*ib-hdr".
+        prices: with `on`: of a device and hour, by partition or kind of GPU.
         output: also write the plan to this file.
         timeout: seconds that the script may take to get as far as `job.prepare`.
         verbose: show on standard error what is being done, and what the script prints.
@@ -119,8 +133,21 @@ def plan(
 def planned(options: PlanOptions) -> Planned:
     """Search for the best plan, and for everything else that is asked for; write the plan if a file is named."""
     options = with_file(options)
+    options = checked_plan_on(options)
+    found = None if options.on is None else offers(options)
     model, request = asked(options)
-    cluster = machines = cluster_for(options.cluster)
+    if found is None:
+        result = _planned_on(options, model, request, cluster_for(options.cluster))
+    else:
+        result = best_of_pools(found, options.nnodes, partial(_planned_on, options, model, request))
+    if options.output is not None:
+        write_spec(replace(result.plan, made_for=stamp(model)), options.output)
+    return result
+
+
+def _planned_on(options: PlanOptions, model: ModelSpec, request: PlanRequest, machines: ClusterSpec) -> Planned:
+    """Search for the best plan for machines, and for everything else that is asked for."""
+    cluster = machines
     if options.share_device:
         cluster = with_shared_devices(machines, request)
     changed = [what_if(cluster, text) for text in options.what_if]  # before the search, so that errors come at once
@@ -140,16 +167,13 @@ def planned(options: PlanOptions) -> Planned:
     for other, words in changed:
         with status(f"searching plans for {words}"):
             scenarios.append(scenario(model, other, words, choice.request, options.seconds))
-    result = Planned(
+    return Planned(
         choice=choice,
         timeline=step_of(model, cluster, choice),
         scaling=curve,
         trials=trials,
         scenarios=tuple(scenarios),
     )
-    if options.output is not None:
-        write_spec(replace(result.plan, made_for=stamp(model)), options.output)
-    return result
 
 
 def with_file(options: PlanOptions) -> PlanOptions:

@@ -1,7 +1,7 @@
 """The options of `tutti plan`, of the command and of the function."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -74,6 +74,13 @@ class PlanOptions:
     as_json: bool = False
     timeout_s: float = SCRIPT_TIMEOUT_S
     share_device: bool = False
+    on: str | None = None
+    nnodes: int | None = None
+    hosts: str | None = None
+    requests: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    links: str | None = None
+    prices: tuple[tuple[str, float], ...] = ()
 
 
 def _choice(*allowed: Any) -> Callable[[str, Any], Any]:
@@ -90,11 +97,13 @@ READ: dict[str, Callable[[str, Any], Any]] = {
     "precision": _choice(None, "script", "auto", *get_args(Precision)),
     "objective": _choice(*OBJECTIVES),
     "relax": _choice(*get_args(Relaxation)),
+    "prices": lambda name, value: tuple((str(key), float(price)) for key, price in (value or {}).items()),
+    "settings": lambda name, value: dict(value or {}),
     "memory": size_of,
     "deadline": duration_of,
     "samples_from": lambda name, value: paths_of(name, value),
     "what_if": lambda name, value: texts_of(value, name, "['link=10gbit']"),
-    **dict.fromkeys(("nproc", "max_devices", "global_batch_size", "tries", "try_steps"), whole),
+    **dict.fromkeys(("nproc", "max_devices", "global_batch_size", "tries", "try_steps", "nnodes"), whole),
     **dict.fromkeys(("epochs", "samples", "budget", "critical_batch", "least_samples", "seconds"), positive),
     **dict.fromkeys(("noise_from", "output"), lambda name, value: path_of(name, value)),
 }

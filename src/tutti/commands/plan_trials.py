@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tutti.commands.messages import status
-from tutti.commands.run_conclusion import short
+from tutti.commands.messages import short, status
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec

@@ -32,6 +32,46 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The best plan for equal nodes of a pool of a cluster, such as a partition.
+
+    Attributes:
+        pool: its name; empty where the cluster has only one.
+        nodes_are: number and kind of its nodes, in words.
+        node_names: of those that can be used.
+        idle: number of those on which nothing runs now; None where that is not known.
+        absent: why its other nodes are not counted, by name.
+        request: the setting that chooses the pool, such as "partition=gpu".
+        time_limit_s: of a job there; None for no limit.
+        plan: the best plan; None where there is none.
+        reason: why there is none.
+        nproc: ranks of each node that the plan uses.
+        gpus: whether ranks compute on GPUs.
+        step_time_s: predicted seconds of a step.
+        steps, time_s: of the whole training; None where its length is unknown.
+        cost: of the whole training, or of one step; None without prices.
+        notes: where values come from, and what is not known.
+    """
+
+    pool: str
+    nodes_are: str
+    node_names: tuple[str, ...]
+    idle: int | None
+    absent: dict[str, str]
+    request: str
+    time_limit_s: float | None
+    plan: Plan | None = None
+    reason: str = ""
+    nproc: tuple[int, ...] = ()
+    gpus: bool = False
+    step_time_s: float | None = None
+    steps: int | None = None
+    time_s: float | None = None
+    cost: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """The choice with everything else that was asked for.
 
@@ -41,6 +81,8 @@ class Planned:
         scaling: the best plan's speed against the number of devices, if asked for.
         trials: the plans that were run for a few steps, if asked for.
         scenarios: the best plan for each changed cluster.
+        pools: the best plan for each pool of the cluster that was asked what it has, the best first; `choice` is of the
+            first one.
     """
 
     choice: Choice
@@ -48,6 +90,7 @@ class Planned:
     scaling: ScalingCurve | None = None
     trials: Trials | None = None
     scenarios: tuple[Scenario, ...] = ()
+    pools: tuple[PoolPlan, ...] = ()
 
     @property
     def plan(self) -> Plan:

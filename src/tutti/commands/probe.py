@@ -1,16 +1,23 @@
 """`tutti.probe`: measures this machine or a cluster, or describes a cluster from data sheets."""
 
-from collections.abc import Callable, Iterator
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tutti.commands.inputs import write_spec
-from tutti.commands.messages import console, messages
+from tutti.commands.messages import console, messages, warn
 from tutti.commands.values import StrPath, path_of, size_of, whole
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DiskSpec
-from tutti.errors import SpecError
+from tutti.errors import LaunchError, SpecError
+
+_REST_S = 5.0
 
 
 def probe(
@@ -95,7 +102,9 @@ class ProbeOptions:
     show_parts: bool = False
     device: str | None = None
     devices_per_node: int = 1
-    nodes: int = 1
+    nodes: int | None = None
+    node_rank: int = 0
+    rendezvous: str | None = None
     node_link: str | None = None
     network: str | None = None
     network_ports: int = 1
@@ -121,19 +130,20 @@ def described(options: ProbeOptions, device: str) -> Probed:
         return Probed(cluster_from_text(device), Path("cluster.json"))
     if options.nvme_path is not None:
         raise SpecError("nvme_path with device: nothing is measured; write nvme of the node into the cluster file")
-    name = f"{options.nodes} x {options.devices_per_node} x {device}"
+    nodes = options.nodes or 1
+    name = f"{nodes} x {options.devices_per_node} x {device}"
     cluster = cluster_from_parts(
         name,
         device,
         devices_per_node=options.devices_per_node,
-        nodes=options.nodes,
+        nodes=nodes,
         node_link=options.node_link,
         network=options.network,
         network_ports=options.network_ports,
         node_memory_nbytes=options.node_memory,
         host_link=options.host_link,
     )
-    return Probed(cluster, Path(f"cluster-{options.nodes}x{options.devices_per_node}-{device}.json"))
+    return Probed(cluster, Path(f"cluster-{nodes}x{options.devices_per_node}-{device}.json"))
 
 
 def measured(options: ProbeOptions) -> Probed | None:
@@ -142,7 +152,7 @@ def measured(options: ProbeOptions) -> Probed | None:
     from tutti.profile.probe import cached_cluster_path, measure
 
     if options.plot is not None:
-        _check_plot(options.plot)
+        check_plot(options.plot)
     place = read_rank_environment()
     if place.world_size > 1:
         return _measure_with_all_ranks(options)
@@ -178,7 +188,8 @@ def _with_disk(cluster: ClusterSpec, disks: list[DiskSpec | None]) -> ClusterSpe
 def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
     """Measure with the ranks that a launcher started; only rank 0 returns the result."""
     from tutti.comm.world import join_world, leave_world
-    from tutti.profile.probe import FULL, QUICK, cached_cluster_path
+    from tutti.environment import slurm_node_names
+    from tutti.profile.probe import FULL, QUICK, cached_cluster_path, of_nodes
     from tutti.profile.probe.rank_probe import measure_ranks
 
     world = join_world()
@@ -187,15 +198,97 @@ def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
             effort = QUICK if options.quick else FULL
             cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
             cluster = _with_disk(cluster, world.gather(_disk(options) if world.local_rank == 0 else None))
+            hosts = world.gather(socket.gethostname())
     finally:
         leave_world()
     if not world.is_main:
         return None
+    names = slurm_node_names() or tuple(dict.fromkeys(hosts))
+    cluster = of_nodes(cluster, names)
+    _keep(cluster, names)
     one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
     return Probed(cluster, cached_cluster_path() if one_host else Path("cluster.json"))
 
 
-def _check_plot(path: Path) -> None:
+def probe_words(options: ProbeOptions) -> list[str]:
+    """Return the arguments of `tutti probe` that say what to measure and what to write, not on which nodes."""
+    paths = (("--output", options.output), ("--plot", options.plot), ("--nvme-path", options.nvme_path))
+    words = [word for name, path in paths if path is not None for word in (name, str(path.resolve()))]
+    flags = (("--quick", options.quick), ("--no-plot", options.no_plot), ("--json", options.as_json))
+    return words + [name for name, is_set in flags if is_set]
+
+
+def kept(text: str, names: Sequence[str]) -> ClusterSpec:
+    """Keep what nodes have measured and sent, and return it.
+
+    Args:
+        text: a ClusterSpec, as JSON.
+        names: of the nodes, as their cluster calls them.
+    """
+    from tutti.profile.probe import of_nodes
+
+    cluster = of_nodes(serialization.loads(ClusterSpec, text, source="what the nodes have sent"), names)
+    _keep(cluster, names)
+    return cluster
+
+
+def _keep(cluster: ClusterSpec, names: Sequence[str]) -> None:
+    """Keep a measurement by the names of its nodes, for those that plan for them later."""
+    from tutti.profile.probe import node_set_path
+
+    try:
+        serialization.save(cluster, node_set_path(names))
+    except OSError as error:
+        warn(f"{node_set_path(names)} cannot be written ({error.strerror}), so `tutti plan --on` will not find this")
+
+
+def measured_by_ranks(options: ProbeOptions, *, send: bool) -> int:
+    """Start the ranks of this node, which measure together with those of the others, and return the exit code.
+
+    Args:
+        options: with the number of nodes, this one's, and where they meet.
+        send: rank 0 prints the result as one line instead of writing it.
+
+    Raises:
+        LaunchError: the number of ranks is missing, or the node's number is too high.
+    """
+    from tutti.launch.launch_environment import of_node, of_rank, variables
+    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.process_tree import end_with_parent
+
+    nodes, nproc = options.nodes or 1, options.nproc
+    if nproc is None or options.node_rank >= nodes or options.rendezvous is None:
+        raise LaunchError(
+            f"--rendezvous {options.rendezvous} lets {nodes} nodes measure together; add --nodes N, --node-rank below "
+            "it and --nproc N"
+        )
+    spec = LaunchSpec(
+        target="probe", folder=Path.cwd(), ranks_per_node=(nproc,) * nodes, node_rank=options.node_rank,
+        rendezvous=options.rendezvous,
+    )  # fmt: skip
+    shared = of_node(spec, Path.cwd())
+    for name in ("OMP_NUM_THREADS", "TUTTI_SUPERVISED", "TUTTI_RUN_FOLDER"):  # a probe takes threads as it needs them
+        shared.pop(name)
+    words = [sys.executable, "-m", "tutti.cli.main", "probe", *probe_words(options), *(["--send"] if send else [])]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for local in range(nproc):
+            environment = {**variables(), **shared, **of_rank(options.node_rank * nproc + local, local)}
+            ranks.append(subprocess.Popen(words, env=environment, preexec_fn=end_with_parent))
+        while (codes := [rank.poll() for rank in ranks]).count(None) and not any(codes):
+            time.sleep(0.05)
+        deadline = time.monotonic() + _REST_S  # others notice by themselves that one is gone
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    code = next((code for code in codes if code), 0)
+    return code if code >= 0 else 128 - code
+
+
+def check_plot(path: Path) -> None:
     """Raise SpecError for a wrong suffix before anything is measured."""
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")

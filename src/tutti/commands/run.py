@@ -1,5 +1,7 @@
 """`tutti.run`: train according to a plan, on the ranks of this node. Other nodes run the same command."""
 
+import contextlib
+import inspect
 import shutil
 import sys
 import time
@@ -8,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tutti.commands.messages import console, guarded_streams, messages, status, warn
-from tutti.commands.run_conclusion import Conclusion, conclude, header_time, short
+from tutti.clusters.schedulers import SCHEDULERS
+from tutti.commands.messages import console, guarded_streams, messages, short, status, warn
+from tutti.commands.run_conclusion import Conclusion, conclude, header_time
 from tutti.commands.run_options import (
     TIMEOUT_S,
     RunOptions,
@@ -52,6 +55,7 @@ from tutti.errors import LaunchError, ScriptError, TrainingError, TuttiError
 
 if TYPE_CHECKING:
     from tutti.commands.run_prediction import Beside, PredictionRequest
+    from tutti.commands.submitted_job import SubmittedJob
     from tutti.launch.launcher import Launcher, LaunchSpec
     from tutti.launch.rank_watch import Watcher
     from tutti.launch.restarts import OnFailure, Recover, RestartPolicy
@@ -74,11 +78,13 @@ def run(
     *,
     module: bool = False,
     nproc: int | str | Sequence[int] | None = None,
-    nnodes: int | str = 1,
+    nnodes: int | str | None = None,
     node_rank: int | None = None,
     rendezvous: str | None = None,
     timeout: float | None = None,
     on: str = "local",
+    hosts: str | Sequence[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     plan: StrPath | Plan | None = None,
     mesh: str | Mapping[str, int] | None = None,
     compress: str | Compression | None = None,
@@ -115,12 +121,16 @@ def run(
         arguments: the script's own arguments.
         module: `script` is a module's name, as after `python -m`.
         nproc: ranks per node; a list for unequal nodes; a range such as "2:8" for one rank on each GPU, or core.
-        nnodes: nodes that make this call together; a range such as "1:4" for as many as there are at each time.
+        nnodes: nodes that make this call together, 1 if None; a range such as "1:4" for as many as there are at each
+            time. On a cluster the number of its nodes, all hosts if None.
         node_rank: the number of this node, from 0; None: 0, or with a range of nodes the next that is free.
         rendezvous: where nodes meet, as "HOST:PORT": node 0's host and a free port there.
         timeout: seconds that ranks wait for each other. None: 600, but ranks that do nothing within a step end after
             ten times the slowest step, at least 30 s.
-        on: what starts the ranks.
+        on: what starts the ranks: "local", or "slurm", "ssh" or "kubernetes", to which the run is submitted; the call
+            then waits for its end, and an interrupt stops it with a checkpoint.
+        hosts: run over ssh on these hosts, such as "node0:8,node1:8", a list of such texts, or a file of them.
+        settings: of the cluster's job, such as {"partition": "gpu"}; tutti.toml has those of the project.
         plan: a Plan to follow, such as `tutti.plan(...).plan`, or a file of one.
         mesh: the ranks as a grid, such as {"replicate": 2, "split": 2} or "dp=2,tp=2".
         compress: codec of gradient reductions, such as "top-k,density=0.01".
@@ -151,23 +161,75 @@ def run(
         verbose: show what `tutti run` shows.
 
     Returns:
-        The report; None on nodes other than 0.
+        The report; None on nodes other than 0, and where the run folder lies in a cluster.
 
     Raises:
         TrainingError: a rank failed, or the run was stopped by its time limit.
         TuttiError: what `tutti run` would refuse, with the same sentence.
         KeyboardInterrupt: the run was stopped.
     """
-    options = options_of_run(**_as_options(locals()))
+    given = locals()
+    if on in SCHEDULERS or hosts is not None:
+        return _waited_for(submit_arguments(given), verbose=verbose)
+    if settings is not None:
+        raise LaunchError(f"settings are for a cluster's scheduler, and on={on!r}; leave them out, or give on='slurm'")
+    options = options_of_run(**_as_options(given))
     with guarded_streams(), messages(shown=verbose):
         return report_of(trained(options, screen=screen(shown=verbose)))
+
+
+def submit_arguments(given: Mapping[str, Any], *, dry_run: bool = False) -> "SubmittedJob":
+    """Submit a run for the arguments of `run`, and return it.
+
+    Args:
+        given: the arguments by name; `on` may be None for what tutti.toml says.
+        dry_run: submit nothing.
+
+    Raises:
+        TuttiError: what `tutti submit` would refuse.
+    """
+    from tutti.clusters.profile_file import read_profile
+    from tutti.commands.run_words import words_of_run
+    from tutti.commands.submitted_job import submit_options
+
+    on = given["on"] if given["on"] != "local" or given["hosts"] is None else None
+    on = on or ("ssh" if given["hosts"] is not None else read_profile(Path.cwd()).run.on or "slurm")
+    options = options_of_run(**_as_options({**given, "on": on, "nnodes": None}))
+    defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
+    words, files = words_of_run(given, defaults)
+    return submit_options(
+        options,
+        [*words, *(["-m"] if options.module else []), "--", *options.target],
+        on=on,
+        nnodes=None if given["nnodes"] is None else _nnodes(given["nnodes"]),
+        hosts=given["hosts"],
+        settings=given["settings"],
+        files=files,
+        dry_run=dry_run,
+    )
+
+
+def _waited_for(job: "SubmittedJob", *, verbose: bool) -> RunReport | None:
+    """Wait for the end of a submitted run, and return its report; an interrupt stops it with a checkpoint."""
+    from tutti.commands.submit import follow
+
+    try:
+        if verbose:
+            with guarded_streams():
+                follow(job.folder, screen(shown=True), lambda: "stop")
+        return job.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(TuttiError):
+            job.cancel(checkpoint=True)
+        raise
 
 
 def _as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `run` by the names that `options_of_run` has."""
     given = dict(arguments)
     script, words = given.pop("script"), texts_of(given.pop("arguments"))
-    given.pop("verbose")
+    for name in ("verbose", "hosts", "settings"):
+        given.pop(name, None)
     return {"target": (str(script), *words), "launcher": given.pop("on"), **given}
 
 
@@ -187,7 +249,7 @@ def _nnodes(value: int | str) -> int | CountRange | None:
 
 READ: dict[str, Callable[[Any], Any]] = {
     "nproc": _nproc,
-    "nnodes": _nnodes,
+    "nnodes": lambda value: 1 if value is None else _nnodes(value),
     "node_rank": lambda value: None if value is None else whole("node_rank", value, 0),
     "plan": lambda value: path_or("plan", Plan, value),
     "mesh": mesh_text,
@@ -362,11 +424,14 @@ def _meet(options: RunOptions) -> None:
     if options.rendezvous is None or options.nnodes == 1:
         return
     from tutti.launch import network
+    from tutti.network_interfaces import resolve
 
     host, port = network.split_address(options.rendezvous)
     if options.node_rank == 0:
         network.check_host_is_here(host)
         network.check_port_free(port, host)
+    elif options.one_screen:  # all nodes were started at once: ranks wait for rank 0 while they load
+        resolve(host)
     else:
         console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
         network.wait_for_port(host, port, options.timeout_s)
@@ -450,6 +515,7 @@ def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "Predi
         arguments=options.arguments,
         folder=folder,
         cluster=cluster_file(options, folder),
+        nodes=options.nnodes,
         plan=plan_file(options, folder),
         timeout_s=options.timeout_s,
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
@@ -549,11 +615,27 @@ def _to_predict(options: RunOptions) -> bool:
     A run that was planned just now has a prediction already; machines without a description cannot be predicted, and
     ranks that share a device are not.
     """
-    described = (options.cluster is not None or options.nnodes == 1) and options.least_nodes is None
+    described = options.cluster is not None or options.nnodes == 1 or _nodes_are_measured(options.nnodes)
+    described = described and options.least_nodes is None
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
     stated = stated and options.relax == "exact"
     wanted = options.predict and not options.module and not options.share_device
     return wanted and options.node_rank == 0 and stated and described
+
+
+def _nodes_are_measured(nnodes: int) -> bool:
+    """Return whether the nodes of this Slurm job were measured together."""
+    from tutti.environment import slurm_node_names
+
+    if len(slurm_node_names()) != nnodes:
+        return False
+    from tutti.commands.inputs import kept_cluster
+
+    try:
+        return kept_cluster(nnodes) is not None
+    except TuttiError as error:
+        warn(f"no prediction: {error}")
+        return False
 
 
 def _started(worker: "Beside | None") -> "Beside | None":

@@ -1,11 +1,10 @@
 """The end of `tutti run`: how it went in words, the report and the exit code."""
 
-import contextlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.commands.messages import warn
+from tutti.commands.messages import short, warn
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import RunReport
 from tutti.errors import ScriptError
@@ -35,13 +34,6 @@ class Conclusion:
     report: RunReport | None = None
     page: Path | None = None
     is_first: bool = True
-
-
-def short(path: Path) -> str:
-    """Return the path relative to the current directory, if it is inside it."""
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
 
 
 def header_time(spec: LaunchSpec) -> int | None:

@@ -37,7 +37,8 @@ class PredictionRequest:
 
     Attributes:
         folder: the run folder, where results are written.
-        cluster: a ClusterSpec file; None for this machine.
+        cluster: a ClusterSpec file; None for this machine, or the measured nodes of this Slurm job.
+        nodes: number of nodes.
         plan: the plan file that the run follows.
         mesh: the mesh, if there is no plan file.
         ranks: the number of ranks, if there is neither.
@@ -52,6 +53,7 @@ class PredictionRequest:
     arguments: tuple[str, ...]
     folder: Path
     cluster: Path | None
+    nodes: int = 1
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
@@ -162,13 +164,14 @@ def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
 
     if wanted.cluster is not None:
         return serialization.load(ClusterSpec, wanted.cluster)
+    from tutti.commands.inputs import kept_cluster
     from tutti.profile.probe import cached_cluster_path, measure
 
-    cached = cached_cluster_path()
-    if cached.exists():
-        return serialization.load(ClusterSpec, cached)
+    kept = kept_cluster(wanted.nodes)
+    if kept is not None:
+        return kept
     cluster = measure(quick=True, progress=say)
-    serialization.save(cluster, cached)
+    serialization.save(cluster, cached_cluster_path())
     return cluster
 
 

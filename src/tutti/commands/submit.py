@@ -23,10 +23,9 @@ from tutti.clusters.cluster_job import (
     read_record,
     write_record,
 )
-from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.schedulers import ALIASES, scheduler_for
-from tutti.commands.messages import console, warn
-from tutti.commands.run_conclusion import short
+from tutti.commands.messages import console, short, warn
+from tutti.commands.on_nodes import cluster_settings
 from tutti.commands.run_options import (
     RunOptions,
     check_nodes,
@@ -36,6 +35,7 @@ from tutti.commands.run_options import (
     given_plan,
     ranks_per_node,
 )
+from tutti.config import serialization
 from tutti.config.count_range import CountRange
 from tutti.config.run_folder import RunFolder, last_rows
 from tutti.environment import state_folder
@@ -123,13 +123,15 @@ class SubmittedRuns:
     runs: tuple[RunState, ...]
 
 
-def submit(
+def submit_run(
     options: RunOptions,
     words: Sequence[str],
     *,
     on: str,
     nnodes: int | CountRange | None = None,
     requests: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] | None = None,
     hosts: str | None = None,
     dry_run: bool = False,
 ) -> SubmittedRun:
@@ -141,32 +143,31 @@ def submit(
         on: the scheduler's name.
         nnodes: number of nodes, or a range; None for all that are named, or 1.
         requests: settings of the job, such as "partition=gpu,time=2h".
+        settings: the same as values, which count more.
+        files: values that are written into the run folder, by the option of `tutti run` that names the file.
         hosts: the hosts of a run over ssh, such as "node0:8,node1:8", or a file of them.
         dry_run: submit nothing.
 
     Raises:
         TuttiError: what `tutti run` would refuse, or the scheduler refuses.
     """
-    from tutti.launch.script_path import run_folder
-
     on = ALIASES.get(on, on)
-    scheduler, settings = scheduler_for(on), _settings(on, requests, hosts)
+    scheduler = scheduler_for(on)
+    asked_of = {**cluster_settings(on, requests, hosts), **(settings or {})}
     most = nnodes.most if isinstance(nnodes, CountRange) else nnodes
-    options = _on_nodes(options, scheduler.nodes(settings, most), most)
+    options = _on_nodes(options, scheduler.nodes(asked_of, most), most)
     if isinstance(nnodes, CountRange):
         same = options.nproc is not None and len(set(options.nproc)) == 1
         nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
-    asked = _local_folder(options)
-    if dry_run:
-        folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
-    else:
-        resume = options.resume if isinstance(options.resume, Path) else None
-        if asked is None and resume is not None and (resume / RECORD).exists():
-            asked = resume  # also where the run itself lies in the cluster
-        folder = run_folder(asked, resume, options.name)
-    request = _request(options, words, nproc, folder, settings)
+    folder = _folder(options, dry_run=dry_run)
+    for option, value in (files or {}).items():
+        file = folder / f"given-{option}.json"
+        words = (f"--{option}", str(file), *words)
+        if not dry_run:
+            serialization.save(value, file)
+    request = _request(options, words, nproc, folder, asked_of)
     if request.least_nodes is not None:
         _check_range(scheduler, request, options.nodes, on)
     preview = scheduler.preview(request)
@@ -203,7 +204,7 @@ def submit_array(
     from tutti.launch.script_path import run_folder
 
     on = ALIASES.get(on, on)
-    scheduler, settings = scheduler_for(on), _settings(on, requests, None)
+    scheduler, settings = scheduler_for(on), cluster_settings(on, requests, None)
     if not isinstance(scheduler, JobArrays):
         raise LaunchError(f"--array: {on} takes no arrays of runs; use --on slurm, or submit each run")
     if isinstance(nnodes, CountRange):
@@ -218,13 +219,9 @@ def submit_array(
         raise LaunchError("--array: the runs need different numbers of nodes or ranks; submit these one by one")
     if first.resume is not None:
         raise LaunchError("--array begins new runs; let one of an array go on by itself: --resume FOLDER/NUMBER")
-    named = _local_folder(first)
-    if dry_run:
-        folder = (named or Path("runs") / f"{first.name}-TIME").resolve()
-    else:
-        folder = run_folder(named, None, first.name)
-        for number in ready:
-            run_folder(folder / str(number), None, first.name)
+    folder = _folder(first, dry_run=dry_run)
+    for number in () if dry_run else ready:
+        run_folder(folder / str(number), None, first.name)
     asked = {
         number: _request(run.options, run.words, nproc[number], folder / str(number), settings)
         for number, run in ready.items()
@@ -244,24 +241,6 @@ def submit_array(
         SubmittedRun(folder=asked[number].folder, scheduler=on, job=job, preview="") for number, job in jobs.items()
     )
     return SubmittedArray(folder=folder, scheduler=on, preview=preview, runs=found)
-
-
-def _local_folder(options: RunOptions) -> Path | None:
-    """Return the run folder that the options name. Raises LaunchError if it is in a store."""
-    if isinstance(options.folder, str):
-        raise LaunchError(
-            f"--folder {options.folder}: nodes of a cluster need a run folder that they see; name a path, and for "
-            f"checkpoints --checkpoint-store {options.folder}"
-        )
-    return options.folder
-
-
-def _settings(on: str, requests: Sequence[str], hosts: str | None) -> dict[str, Any]:
-    """Return the settings of a job from tutti.toml, --request and --hosts."""
-    if hosts is not None and on not in ("ssh", "mpi"):
-        raise LaunchError(f"--hosts is for --on ssh or mpi, and --on is {on}; leave it out, or add --on ssh")
-    profile = read_profile(Path.cwd())
-    return with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
 
 
 def _request(
@@ -285,6 +264,28 @@ def _request(
         restarts=options.max_restarts,
         settings=settings,
     )
+
+
+def _folder(options: RunOptions, *, dry_run: bool) -> Path:
+    """Return the run folder, which is made if something is submitted.
+
+    Raises:
+        LaunchError: an object store is named, or the folder cannot be used.
+    """
+    from tutti.launch.script_path import run_folder
+
+    asked = options.folder
+    if isinstance(asked, str):
+        raise LaunchError(
+            f"--folder {asked}: nodes of a cluster need a run folder that they see; name a path, and for checkpoints "
+            f"--checkpoint-store {asked}"
+        )
+    if dry_run:
+        return (asked or Path("runs") / f"{options.name}-TIME").resolve()
+    resume = options.resume if isinstance(options.resume, Path) else None
+    if asked is None and resume is not None and (resume / RECORD).exists():
+        asked = resume  # also where the run itself lies in the cluster
+    return run_folder(asked, resume, options.name)
 
 
 def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:

@@ -428,6 +428,7 @@ class Conditions:
         load_at_start, load_at_end: load of the host before and after.
         versions: versions of the libraries that were used.
         notes: what was skipped, or may have disturbed the measurement.
+        hosts: names of the nodes that were measured together, as their cluster calls them.
     """
 
     measured_utc: str
@@ -436,6 +437,7 @@ class Conditions:
     load_at_end: float
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self, "the conditions", frozenset({"cores_granted", "load_at_start", "load_at_end"}))

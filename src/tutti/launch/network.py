@@ -147,6 +147,9 @@ def _holder(port: int) -> str:
     return ""
 
 
+_LONGEST_PAUSE_S = 0.2
+
+
 def wait_for_port(host: str, port: int, timeout_s: float, stopped: Callable[[], bool] | None = None) -> None:
     """Wait until something listens at host:port.
 
@@ -172,7 +175,7 @@ def wait_for_port(host: str, port: int, timeout_s: float, stopped: Callable[[], 
             if time.monotonic() + pause_s > deadline:
                 raise LaunchError(_unreachable(host, port, timeout_s, error)) from None
         time.sleep(pause_s)
-        pause_s = min(1.0, pause_s * 1.5)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
 
 
 def _unreachable(host: str, port: int, timeout_s: float, error: OSError) -> str:

@@ -5,6 +5,7 @@ rates, never those with sparsity.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -50,6 +51,30 @@ def device(name: str) -> DeviceSpec:
         SpecError: there is none; the message has the nearest names.
     """
     return parts().devices[_find(name, parts().devices, "device")]
+
+
+_VENDORS = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "gpu"})
+
+
+def devices_called(text: str) -> list[DeviceSpec]:
+    """Return the devices that a cluster may mean by its name of a kind of GPU, the one of least memory and peak first.
+
+    Args:
+        text: such as "a100", "nvidia_h100_80gb" or "rtx_4090"; every part of it but the vendor's has to be one of the
+            device's name.
+
+    Examples:
+        >>> [device.name for device in devices_called("tesla_v100-sxm2")]
+        ['V100-SXM2-16GB', 'V100-SXM2-32GB']
+    """
+    asked = [re.sub(r"^(\d+)g$", r"\1gb", part) for part in re.split(r"[^a-z0-9]+", text.lower()) if part]
+    asked = [part for part in asked if part not in _VENDORS]
+    found = [
+        spec
+        for name, spec in parts().devices.items()
+        if asked and set(asked) <= {*re.split(r"[^a-z0-9]+", name.lower()), name.lower()}
+    ]
+    return sorted(found, key=lambda spec: (spec.memory_nbytes, max(spec.peak_flops_per_s.values())))
 
 
 def link(name: str, tier: LinkTier) -> LinkSpec:
@@ -153,4 +178,4 @@ def _find(name: str, known: Mapping[str, object], what: str) -> str:
     raise SpecError(f"there is no {what} {name!r} in the catalog; the nearest are {', '.join(nearest)}")
 
 
-__all__ = ["CatalogParts", "cluster_from_parts", "device", "link", "parts", "with_ports"]
+__all__ = ["CatalogParts", "cluster_from_parts", "device", "devices_called", "link", "parts", "with_ports"]

@@ -60,6 +60,16 @@ def cluster_from_text(text: str) -> ClusterSpec:
     return ClusterSpec(name=text, devices=devices, nodes=tuple(nodes), links=tuple(links))
 
 
+def links_from_text(text: str) -> tuple[LinkSpec, ...]:
+    """Return the links that a text names, such as "nvlink3,8*ib-hdr".
+
+    Raises:
+        SpecError: one is not in the catalogue.
+    """
+    known = parts()
+    return tuple(_link(known, part.strip()) for part in text.split(",") if part.strip())
+
+
 def _each(stated: list[list[LinkSpec]]) -> list[tuple[LinkSpec, ...]]:
     """Return the links of each group of nodes.
 

@@ -1,11 +1,10 @@
 """Measure machines, this host or all hosts of a process group, and return a ClusterSpec."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from tutti.config.cluster import ClusterSpec
-from tutti.profile.probe.host_facts import cache_folder
+from tutti.profile.probe.cluster_cache import cached_cluster_path, node_set_path, of_nodes, read_cached
 from tutti.profile.probe.local_probe import measure_here
 from tutti.profile.probe.probe_timing import FULL, QUICK, Effort
 
@@ -41,9 +40,13 @@ def measure(
     )
 
 
-def cached_cluster_path() -> Path:
-    """Return the file where `tutti probe` writes this host's ClusterSpec, and where others look for it."""
-    return cache_folder() / "tutti" / f"cluster-{socket.gethostname()}.json"
-
-
-__all__ = ["FULL", "QUICK", "Effort", "cached_cluster_path", "measure"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Effort",
+    "cached_cluster_path",
+    "measure",
+    "node_set_path",
+    "of_nodes",
+    "read_cached",
+]

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tutti.config.version import VERSION
+from tutti.machine import gpu_driver
 
 ROOT = Path("/")
 
@@ -137,7 +138,8 @@ def versions() -> dict[str, str]:
             known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return known
+    driver = gpu_driver()
+    return known | ({"driver": driver} if driver else {})
 
 
 def now_utc() -> str:
