@@ -48,7 +48,7 @@ COMMANDS = ("plan", "run", "verify", "report", "describe", "predict", "probe", "
             "validate", "why")  # fmt: skip
 
 NAMES = {"timeout_s": "timeout", "launcher": "on", "file": "to", "fits": "fit", "families": "family"}
-NAMES |= {"grace_s": "grace", "time_limit_s": "time_limit"}
+NAMES |= {"grace_s": "grace", "time_limit_s": "time_limit", "places": "runs"}
 """Names of parameters of commands that their functions call otherwise."""
 
 SHOWN_ONLY = {"as_json", "html", "top", "diff", "explain", "depth", "every", "plot", "no_plot", "show_parts",
@@ -167,7 +167,7 @@ def test_refusals_are_those_of_the_commands(tmp_path: Path) -> None:
         (lambda: tutti.calibrate(["r2"]), "run=['r2']: give a path"),
         (lambda: tutti.report(["r2"]), "run=['r2']: give a path"),
         (
-            lambda: tutti.report("s3://bucket/run"),
+            lambda: tutti.calibrate("s3://bucket/run"),
             "run=s3://bucket/run is an address, and a path on this",
         ),
         (lambda: tutti.report("r2", facts=["a"]), "report(facts=...) got ['a']; give a dict"),

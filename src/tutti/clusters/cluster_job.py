@@ -367,8 +367,10 @@ def read_record(folder: Path) -> JobRecord:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if any(folder.glob(f"*/{RECORD}")):
-            raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {folder}/0") from None
+        runs = [path.parent for path in folder.glob(f"[0-9]*/{RECORD}") if path.parent.name.isdecimal()]
+        if runs:
+            one = min(runs, key=lambda run: int(run.name))
+            raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {one}") from None
         raise LaunchError(
             f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
         ) from None

@@ -65,7 +65,7 @@ def devices_called(text: str) -> list[DeviceSpec]:
 
     Examples:
         >>> [device.name for device in devices_called("tesla_v100-sxm2")]
-        ['V100-SXM2-16GB', 'V100-SXM2-32GB']
+        ['NVIDIA Tesla V100 SXM2 16 GB', 'NVIDIA Tesla V100 SXM2 32 GB']
     """
     asked = [re.sub(r"^(\d+)g$", r"\1gb", part) for part in re.split(r"[^a-z0-9]+", text.lower()) if part]
     asked = [part for part in asked if part not in _VENDORS]
