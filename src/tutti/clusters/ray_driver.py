@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.clusters.cluster_job import NodeCommand
 from tutti.clusters.ray_node import NodeAgent
 from tutti.clusters.ray_placement import GangPlacement, StoppedError
 from tutti.errors import RESUMABLE
@@ -82,6 +83,7 @@ class RayDriver:
         self._placement = GangPlacement(ray, task, lambda: self._stopped, lambda words: say_state("pending", words))
         self._restarts, self._number, self._begun = int(task["restarts"]), 0, False
         self._leave, self._elastic = "", task["least_nodes"] < task["nodes"]
+        self._what = task["words"][0] if task["kind"] == "command" else "run"
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
 
@@ -168,6 +170,9 @@ class RayDriver:
             node.call = node.agent.start.remote(self._task, arguments, secret)
 
     def _arguments(self, number: int, count: int, rendezvous: str, *, begun: bool, shared: bool) -> list[str]:
+        if self._task["kind"] == "command":
+            command = NodeCommand(words=tuple(self._task["words"]), numbered=self._task["numbered"])
+            return command.on_node(number, count, self._task["nproc"], rendezvous)
         found = ["run", "--on", "local", "--folder", self._task["folder"]]
         resume = self._task["folder"] if begun else self._task["resume"]
         found += ["--resume", resume] if resume else []
@@ -256,9 +261,9 @@ class RayDriver:
             counts = lost.lost != NODE_DIED or not self._elastic
             return self._after_loss(f"{lost.name or f'node {lost.number}'} was lost ({lost.lost})", counts=counts)
         if bad is not None and bad.code is not None:
-            return False, f"`tutti run` on {bad.name} ended with exit code {bad.code}", bad.code
+            return False, f"`tutti {self._what}` on {bad.name} ended with exit code {bad.code}", bad.code
         if killed is not None and killed.code is not None:
-            words = f"`tutti run` on {killed.name} was killed by signal {-killed.code}"
+            words = f"`tutti {self._what}` on {killed.name} was killed by signal {-killed.code}"
             if self._stopped or self._leave:
                 return False, f"{words}, because it did not end in time", 128 - killed.code
             return self._after_loss(f"{words}; does its node lack memory?", counts=True)

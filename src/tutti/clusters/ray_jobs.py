@@ -8,14 +8,14 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tutti.clusters.cluster_job import RECORD, JobRequest, JobState, JobStatus, read_record
+from tutti.clusters.cluster_job import RECORD, JobRequest, JobState, JobStatus, NodeCommand, read_record
 from tutti.clusters.ray_api import (
     DEFAULT_ADDRESS,
     RayCluster,
@@ -27,7 +27,15 @@ from tutti.clusters.ray_api import (
 )
 from tutti.clusters.ray_driver import CANCELLED
 from tutti.clusters.ray_node import MARK
-from tutti.clusters.ray_task import RaySettings, entrypoint, plain_name, read_ray_settings, runtime_env_of, task_of
+from tutti.clusters.ray_task import (
+    RaySettings,
+    command_task,
+    entrypoint,
+    plain_name,
+    read_ray_settings,
+    runtime_env_of,
+    task_of,
+)
 from tutti.config.safe_text import plain_text, shorten
 from tutti.environment import ray_address, state_folder
 from tutti.errors import RESUMABLE, LaunchError
@@ -35,6 +43,7 @@ from tutti.errors import RESUMABLE, LaunchError
 LOG = "ray.log"
 
 _CANCEL_S = 60.0
+_FOLLOW_S = 0.5
 _STATES: dict[str, JobState] = {
     "PENDING": "pending", "RUNNING": "running", "SUCCEEDED": "completed", "FAILED": "failed", "STOPPED": "cancelled",
 }  # fmt: skip
@@ -128,6 +137,22 @@ class RayJobs:
         text = "" if info.status == "PENDING" else cluster.output(job, fresh=ended)
         return status_of(info, last_state(text), cancelled=state is not None and state.cancelled)
 
+    def run_on_nodes(
+        self, command: NodeCommand, settings: Mapping[str, Any], show: Callable[[str], None]
+    ) -> tuple[int, tuple[str, ...]]:
+        read = read_ray_settings(settings)
+        name = f"tutti-{plain_name(command.words[0])}-{secrets.token_hex(3)}"
+        task = command_task(command, read, name)
+        request = JobRequest(name=name, folder=Path("/"), directory=Path.cwd(), words=command.words, grace_s=1)
+        if command.script is None:  # none of the project's code is needed
+            task["directory"], read = "/", read.model_copy(update={"sync": "none", "directory": "/"})
+        cluster = ray_cluster(_dashboard(read))
+        cluster.submit(name, entrypoint(json.dumps(task)), runtime_env_of(request, read))
+        try:
+            return _followed(cluster, name, show)
+        finally:
+            cluster.stop(name)
+
     def collect(self, job: str) -> bool:
         state = _read_state(job)
         if state is None:
@@ -174,6 +199,35 @@ class RayJobs:
                 f"tutti: the job {name}, which ends ranks at once, is {status.lower()}; they get time for a checkpoint",
                 file=sys.stderr,
             )
+
+
+def _followed(cluster: RayCluster, name: str, show: Callable[[str], None]) -> tuple[int, tuple[str, ...]]:
+    """Show what a job prints until it has ended, and return its exit code and the nodes' names.
+
+    Raises:
+        LaunchError: it has ended without an exit code of the command.
+    """
+    shown, reason = 0, ""
+    while True:
+        info = cluster.info(name)
+        ended = info is None or info.status not in ("PENDING", "RUNNING")
+        text = "" if info is None or info.status == "PENDING" else cluster.output(name, fresh=ended)
+        about = last_state(text)
+        lines = printed(text if ended else text[: text.rfind("\n") + 1]).splitlines()
+        for line in lines[shown:]:
+            show(line)
+        shown = len(lines)
+        waits = str(about.get("reason") or "") if about.get("state") == "pending" else ""
+        if waits and waits != reason:
+            print(f"ray job {name}: pending ({waits})", file=sys.stderr)
+        reason = waits
+        if ended:
+            break
+        time.sleep(_FOLLOW_S)
+    code, why = about.get("code"), str(about.get("reason") or (info.message if info is not None else "") or "no reason")
+    if not isinstance(code, int) or code == 2 or about.get("state") != "ended":
+        raise LaunchError(f"ray job {name} has failed ({shorten(plain_text(why), 400)}); correct what it names")
+    return code, tuple(filter(None, str(about.get("nodes") or "").split(",")))
 
 
 def status_of(info: RayJobInfo, about: Mapping[str, Any], *, cancelled: bool) -> JobStatus:

@@ -60,12 +60,13 @@ class NodeAgent:
         Returns:
             Its name, a free port, whether the run has begun in the folder, and in words what is wrong, if anything.
         """
-        folder = Path(task["folder"])
-        problem = _without_directory(task) or _without_folder(task, folder, first=first) or _without_packages(task)
+        folder, bare = Path(task["folder"]), task["kind"] == "command"
+        unseen = "" if bare else _without_folder(task, folder, first=first)
+        problem = _without_directory(task) or unseen or _without_packages(task)
         return {
             "host": socket.gethostname(),
             "port": free_port(),
-            "begun": (folder / "run.json").exists(),
+            "begun": not bare and (folder / "run.json").exists(),
             "problem": problem,
         }
 

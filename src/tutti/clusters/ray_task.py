@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.cluster_job import JobRequest, NodeCommand
 from tutti.clusters.profile_file import listed, mapped, read_cluster_settings
 from tutti.clusters.ray_driver import EXTRA_GRACE_S
 from tutti.clusters.ray_node import MARK
@@ -135,6 +135,23 @@ def task_of(request: JobRequest, settings: RaySettings, job: str) -> dict[str, A
         "grace_s": request.grace_s,
         "restarts": request.restarts,
     }
+
+
+def command_task(command: NodeCommand, settings: RaySettings, job: str) -> dict[str, Any]:
+    """Return what the driver in the cluster is to do for a command that needs no run folder, such as the doctor.
+
+    Args:
+        command: what is to run on each node.
+        settings: of the job.
+        job: its name.
+    """
+    nodes, nproc = command.nodes or 1, command.nproc or int(settings.gpus or 0) or 2
+    request = JobRequest(
+        name=command.words[0], folder=Path("/"), directory=Path.cwd(), words=command.words, nodes=nodes,
+        nproc=(nproc,) * nodes, script=command.script or "", grace_s=1,
+    )  # fmt: skip
+    task = task_of(request, settings, job)
+    return {**task, "kind": "command", "numbered": command.numbered, "nproc": nproc, "folder": "/", "resume": ""}
 
 
 def _uploads(settings: RaySettings) -> bool:

@@ -240,6 +240,8 @@ class NodeLeader:
         if self._stopped is not None:
             self._finish(None, "", end=self._stopped)
             return
+        if leaving and failure is not None and failure.kind == "peer":
+            failure = None  # ranks only lost those of a node that left before training began
         if failure is None and not leaving and "stopped" in statuses:  # by the time limit
             self._finish(None, "", end=next(said for said in reports.values() if said["status"] == "stopped"))
             return
@@ -266,7 +268,8 @@ class NodeLeader:
         following = self._restarts.grown(self._largest())
         if not leaving:
             return following
-        left = f"{' and '.join(node.words for node in leaving)} left with a checkpoint, as it was told to stop there"
+        saved = " with a checkpoint" if all((node.report or {}).get("resumable") for node in leaving) else ""
+        left = f"{' and '.join(node.words for node in leaving)} left{saved}, as it was told to stop there"
         return replace(following, message=f"{left}\n{following.message}")
 
     def _fewer(self, failure: Failure) -> LaunchSpec:
