@@ -14,7 +14,7 @@ from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import SyncPlan
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.sync_notation import parse_sync
-from tutti.config.vocabulary import AxisName, OnSlowRank
+from tutti.config.vocabulary import RENDEZVOUS_PORTS, AxisName, OnSlowRank
 from tutti.errors import LaunchError
 
 _LOOPBACK = ("localhost", "127.", "::1", "[::1]")
@@ -23,8 +23,6 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Below 32768, where Linux's ephemeral ports begin: another program's connection may occupy any of those.
-RENDEZVOUS_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from checkpoint.test_checkpoint_store import s3 as _s3
 from launch.launch_rig import TUTTI, running, wait_until
 from tutti.checkpoint.stored_run import StoredRun
 from tutti.cli.main import cli
-from tutti.errors import ReportError, StoreError
+from tutti.errors import LaunchError, ReportError, StoreError
 
 s3 = _s3
 
@@ -96,8 +96,23 @@ def test_what_changes_is_uploaded_and_a_store_that_fails_ends_no_run(tmp_path: P
     assert said[-1].endswith(f"files of this run are missing there; they are in {run}")
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_addresses_that_cannot_be_used_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with pytest.raises(StoreError, match="cannot be reached or used"):
+        tutti.run("train.py", [1], nproc=1, folder=f"file://{tmp_path}/train.py/inside")
+    with pytest.raises(
+        LaunchError, match=r"holds no run and no checkpoint; to begin one there, add --folder memory://x"
+    ):
+        tutti.run("train.py", [1], nproc=1, resume="memory://x/nothing")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_names_that_lead_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file("/stored/bad/run/a/..hidden/x", b"x")
-    with pytest.raises(StoreError, match="has an object"):
-        StoredRun("memory://stored/bad").fetch(tmp_path)
-    assert not [*tmp_path.iterdir()]
+    fsspec.filesystem("memory").pipe_file("/stored/bad/run/samples/é (1).txt", b"y")
+    StoredRun("memory://stored/bad").fetch(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.txt")] == ["samples/é (1).txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples"]

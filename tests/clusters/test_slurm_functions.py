@@ -90,6 +90,9 @@ def test_failures_and_refusals_are_errors_with_the_sentence(project: Path) -> No
     words = "--nproc 2,2 --mesh replicate=4 --compress top-k,density=0.1 --no-predict --frugal --checkpoint-every 5"
     assert all(word in shown.preview for word in words.split()), shown.preview
     assert f"--time-limit 90s -- {TRAIN} --lr 0.1" in shown.preview
+    ranged = tutti.submit(TRAIN, on="slurm", nnodes="1:2", nproc=2, max_restarts=2, predict=False, dry_run=True)
+    assert "#SBATCH --nodes=1-2\n" in ranged.preview, "as on the command line"
+    assert "--nproc 2 --no-predict --max-restarts 2" in ranged.preview
     with pytest.raises(LaunchError, match="dry_run submits nothing"):
         shown.status()
     with pytest.raises(TypeError, match=r"'nprocs'; tutti\.run has no such option"):
@@ -99,6 +102,7 @@ def test_failures_and_refusals_are_errors_with_the_sentence(project: Path) -> No
         ({"settings": {"speed": 9}}, "slurm has no setting 'speed'"),
         ({"hosts": "a,b"}, "--hosts is for --on ssh"),
         ({"rendezvous": "a:1"}, "leave --rendezvous and --node-rank out"),
+        ({"node_rank": 0}, "leave --rendezvous and --node-rank out"),
         ({"nproc": "x"}, "nproc='x' is not a number"),
     ):
         with pytest.raises(LaunchError, match=said):

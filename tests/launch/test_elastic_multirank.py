@@ -74,7 +74,7 @@ def test_nodes_come_are_lost_and_leave_with_a_checkpoint(tmp_path: Path, undistu
                 assert code == 0, err
         first.assert_nothing_left()
     assert "up to 3 ranks on 1 to 3 nodes" in err
-    assert "1 of up to 3 nodes are there, so the run begins" in err
+    assert "1 of up to 3 nodes is there, so the run begins" in err
     assert re.search(r"node 1 on \S+ has come: the ranks pause to go on with more", err)
     assert re.search(r"node 1 \(\S+\) is lost", err)
     assert "restart" not in err, "none was asked for, and none is counted"
@@ -145,7 +145,7 @@ def test_a_host_gets_as_many_ranks_as_it_has_places(tmp_path: Path) -> None:
             ("--nproc", "100:200"),
             r"--nproc 100:200: this host has room for \d+ ranks?, one on each GPU",
         ),
-        (("--nproc", "4:2"), "'4:2' is no range; give the smaller number first, such as 1:4 for 1 to 4"),
+        (("--nproc", "4:2"), "'4:2' is no range; give two numbers of 1 or more, the smaller one first"),
         (("--nnodes", "1:x"), "'1:x' is no range"),
         (("--nnodes", "0"), "'0' is no number of nodes; give such as 4, or 1:4"),
         (("--nnodes", "1:2", "--nproc", "1"), "--nnodes 1:2 needs a rendezvous"),
@@ -189,3 +189,21 @@ def test_places_are_those_of_the_driver_of_amd_too(tmp_path: Path) -> None:
         (folder / "gpu_id").write_text(f"{number}\n")
     counts = [count_here(values, lambda *_: None, tmp_path) for values in ({}, {"HIP_VISIBLE_DEVICES": "0,2"})]
     assert counts == [3, 2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stop_before_the_first_step_waits_for_no_agreement(number: int, tmp_path: Path, undisturbed: Path) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    command = anywhere(meet, "--grace", "3", script=("2", "pause@-2:0", "pause@-2:1"), nnodes="1:2")
+    with running(*command, cwd=tmp_path) as first, second_of(command, tmp_path) as second:
+        assert wait_until(lambda: faults(tmp_path).count("pause") == 2, 60), first.said()
+        (first, second)[number].process.send_signal(signal.SIGINT)
+        ends = [one.finish(45) for one in (second, first)]
+        for one in (first, second):
+            one.assert_nothing_left()
+    assert [code for code, _, _ in ends] == ([130, 0] if number else [130, 130]), ends
+    if number:
+        assert re.search(r"node 1 on \S+ left, as it was told to stop there\n1 rank goes on", ends[1][2])
+        assert "this node has left, and the run goes on on the others" in ends[0][2]
+        assert batches(tmp_path) == batches(undisturbed)

@@ -36,7 +36,8 @@ EVALUATIONS = "evaluations.json"
 _NAME = re.compile(r"step-([0-9]{1,15})\.[0-9a-f]{1,32}")
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors|run\.pt|index\.json")
 
-_PLAIN = re.compile(r"[A-Za-z0-9_][^/\\\x00-\x1f]{0,199}")
+_PLAIN = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,250}")
+"""A name that leads nowhere else, and that is not hidden."""
 
 _ATTEMPTS = 4
 """How often a transfer is tried; the waits between are 1, 2 and 4 seconds, give or take a quarter."""
@@ -173,18 +174,15 @@ class CheckpointStore:
     def names_below(self, folder: str) -> list[str]:
         """Return the names of the objects below a folder of the address, relative to it.
 
+        What is hidden, or would lead out of a folder, is left out.
+
         Raises:
-            StoreError: the store cannot be read, or has a name there that is no plain path.
+            StoreError: the store cannot be read.
         """
         root = f"{self._root}/{folder}"
         found = self._tried(lambda: self._files.find(root), missing=True) or []
         names = [str(path).rstrip("/").removeprefix(root).strip("/") for path in found]
-        for name in names:
-            if not all(_PLAIN.fullmatch(part) for part in name.split("/")):
-                raise StoreError(
-                    f"{self.address}/{folder} has an object {printable(name)!r}, which no run has; remove it"
-                )
-        return names
+        return [name for name in names if all(map(is_plain, name.split("/")))]
 
     def fetch(self, folder: str, names: Sequence[str], to: Path) -> None:
         """Bring objects below a folder of the address into a folder here.
@@ -387,6 +385,11 @@ class _Incoming:
                     f"{self._copy.name} cannot be written ({error.strerror or error}); free space, or name another "
                     "--folder"
                 ) from None
+
+
+def is_plain(part: str) -> bool:
+    """Return whether a part of a name is one that is neither hidden nor leads out of its folder."""
+    return _PLAIN.fullmatch(part) is not None
 
 
 def explain(error: BaseException) -> tuple[str, bool]:

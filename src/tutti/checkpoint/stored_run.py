@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tutti.checkpoint.store import CheckpointStore
+from tutti.checkpoint.store import CheckpointStore, is_plain
 from tutti.config.run_folder import RunFolder
 from tutti.errors import StoreError
 
@@ -55,6 +55,14 @@ class StoredRun:
             StoreError: the store cannot be read.
         """
         return bool(self._store.complete())
+
+    def check(self) -> None:
+        """Check that the store can be written.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        self._store.put(f"{_RUN}/.begun", b"")
 
     def fetch(self, folder: Path) -> None:
         """Bring the files into a folder; those that are there already, with the same name, are replaced.
@@ -117,7 +125,7 @@ def _files(folder: Path, only: str) -> Iterator[tuple[Path, str]]:
     found = []
     for path in sorted(folder.glob(f"{only}/**/*" if only else "**/*")):
         parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts) or path.suffix in (".partial", ".fetched")
+        hidden = not all(map(is_plain, parts)) or path.suffix in (".partial", ".fetched")
         if not hidden and path.is_file() and not path.is_relative_to(checkpoints):
             found.append((path, "/".join(parts)))
     yield from sorted(found, key=lambda one: one[1] == _HEADER)

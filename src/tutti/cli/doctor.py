@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tutti.cli.options import emit, hosts_option, json_option, request_option
+from tutti.cli.submit import default_launcher
 from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def command(
     """
     from tutti.commands.doctor import diagnosed
 
-    on = on or ("ssh" if hosts is not None else None)
+    on = on or (None if hosts is None else default_launcher(hosts))
     if on is not None:
         from tutti.clusters.cluster_job import NodeCommand
         from tutti.commands.on_nodes import run_on_nodes, sends_to

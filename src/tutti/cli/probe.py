@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tutti.cli.options import emit, hosts_option, json_option, request_option
+from tutti.cli.submit import default_launcher
 from tutti.commands.messages import console
 from tutti.commands.probe import (
     ProbeOptions,
@@ -78,7 +79,7 @@ def command(on: str | None, requests: tuple[str, ...], hosts: str | None, send: 
     --nodes nodes, and these are measured; with --hosts, hosts over ssh are.
     """
     options = ProbeOptions(**given)
-    on = on or ("ssh" if hosts is not None else None)
+    on = on or (None if hosts is None else default_launcher(hosts))
     if on is not None:
         sys.exit(_measure_on(on, options, requests, hosts))
     if requests:

@@ -94,12 +94,12 @@ def submitted(
     from tutti.clusters.profile_file import read_profile
     from tutti.commands.submit import submit_run
 
-    defaults = read_profile(Path.cwd()).run
+    profile = read_profile(Path.cwd())
     done = submit_run(
         replace(_options(run, words), folder=folder, resume=resume),
         words,
-        on=on or default_of(defaults.on, hosts) or "slurm",
-        nnodes=nnodes or node_counts(defaults.nnodes),
+        on=on or profile.launcher(hosts) or "slurm",
+        nnodes=nnodes or (None if hosts is not None else node_counts(profile.run.nnodes)),
         requests=requests,
         hosts=hosts,
         dry_run=dry_run,
@@ -173,24 +173,14 @@ def _options(run: click.Command, words: Sequence[str]) -> RunOptions:
     return options_from(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
 
 
-def default_of(named: str | None, hosts: str | None) -> str | None:
-    """Return what starts ranks where the command line does not say it.
-
-    Args:
-        named: by tutti.toml.
-        hosts: those of the command line, which are for ssh unless tutti.toml names mpi.
-    """
-    return "ssh" if hosts is not None and named != "mpi" else named
-
-
 def default_launcher(hosts: str | None) -> str:
     """Return what starts ranks where the command line does not say it: that of tutti.toml, ssh, or this machine."""
     here = Path.cwd()
     if not any((directory / "tutti.toml").is_file() for directory in (here, *here.parents)):
-        return default_of(None, hosts) or "local"
+        return "local" if hosts is None else "ssh"
     from tutti.clusters.profile_file import read_profile
 
-    return default_of(read_profile(here).run.on, hosts) or "local"
+    return read_profile(here).launcher(hosts) or "local"
 
 
 def submitted_and_followed(words: Sequence[str]) -> int:
@@ -199,11 +189,20 @@ def submitted_and_followed(words: Sequence[str]) -> int:
     Args:
         words: the arguments of `tutti run`.
     """
+    from tutti.commands.submit import states
+
+    run = click.get_current_context().command
     mine = ("on", "nnodes", "requests", "hosts", "folder", "resume", "dry_run", "words")
     own = [parameter for parameter in submit_command.params if parameter.name in mine]
-    command = click.Command("tutti run", params=own, context_settings=SCRIPT_CONTEXT)
-    folder = submitted(click.get_current_context().command, **command.make_context("tutti run", list(words)).params)
-    return 0 if folder is None else _followed(folder)
+    shown = [parameter for parameter in run.params if parameter.name in ("as_json", "progress")]
+    command = click.Command("tutti run", params=[*own, *shown], context_settings=SCRIPT_CONTEXT)
+    given = command.make_context("tutti run", list(words)).params
+    as_json, progress = given.pop("as_json"), given.pop("progress")
+    folder = submitted(run, **given)
+    code = 0 if folder is None else _followed(folder, as_json=as_json, progress=progress)
+    if as_json and folder is not None:
+        emit(states([folder]).runs[0])
+    return code
 
 
 @click.command("attach")
@@ -264,12 +263,12 @@ def cancel_command(run: Path, checkpoint: bool) -> None:
         console.print(f"{record.scheduler} job {record.job} {how}", soft_wrap=True)
 
 
-def _followed(folder: Path) -> int:
+def _followed(folder: Path, *, as_json: bool = False, progress: bool = True) -> int:
     from tutti.commands.run import screen
     from tutti.commands.submit import follow
 
     with guarded_streams():
-        return follow(folder, screen(shown=True), _asked)
+        return follow(folder, screen(shown=True, as_json=as_json, progress=progress), _asked)
 
 
 def _asked() -> "Answer":

@@ -21,7 +21,8 @@ from typing import Any
 
 from tutti.clusters.node_run import BEAT_S, Commands, HostRun, watch
 from tutti.config.version import VERSION
-from tutti.environment import RENDEZVOUS_PORTS, mpi_place
+from tutti.config.vocabulary import RENDEZVOUS_PORTS
+from tutti.environment import mpi_place
 from tutti.job_secret import mac, same
 from tutti.launch.launch_environment import variables
 from tutti.launch.network import split_address

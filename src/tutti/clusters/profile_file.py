@@ -95,6 +95,14 @@ class ClusterProfile(BaseModel):
     ray: dict[str, Any] = {}
     hardware: HardwareFacts = HardwareFacts()
 
+    def launcher(self, hosts: str | None) -> str | None:
+        """Return what starts ranks where the command line does not say it; None for what `[run]` does not name either.
+
+        Args:
+            hosts: those of the command line, which are for ssh unless `[run]` names mpi.
+        """
+        return "ssh" if hosts is not None and self.run.on != "mpi" else self.run.on
+
 
 def listed(value: Any) -> Any:
     """Return the parts of a text with commas, as --request gives it; other values as they are."""

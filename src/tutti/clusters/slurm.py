@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tutti.clusters.cluster_job import STAY_STOPPED, JobRequest, JobState, JobStatus
 from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.profile_file import read_cluster_settings
+from tutti.config.run_folder import RunFolder
 from tutti.config.safe_text import plain_text
 from tutti.environment import in_slurm_job
 from tutti.errors import LaunchError
@@ -189,15 +190,17 @@ def _body(request: JobRequest, settings: SlurmSettings) -> list[str]:
     steps = [*_setup(settings), f"exec {settings.container} {node} {shlex.join((*place, *ranks, *request.words))}"]
     command = shlex.quote("\n".join(steps).replace("exec  ", "exec "))
     stay = shlex.quote(str(request.folder / STAY_STOPPED))
+    metrics = shlex.quote(str(RunFolder(request.folder).metrics))
     groups = ",".join(map(str, range(len(settings.components))))  # one step, whose tasks are numbered over all of them
     where = f"--het-group={groups}" if groups else f"--nodes={request.nodes} --ntasks={request.nodes}"
     if ranged:  # of a node that is lost, srun makes a failure of the step
         where = "--no-kill --nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES"
     return [
         "trap : TERM USR1  # signals are for the ranks: they write a checkpoint",
+        *([f"before=$(stat -c %s {metrics} 2>/dev/null || echo 0)"] if ranged else []),
         f"srun {where} --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c {command}",
         "code=$?",
-        *([f"[ $code -eq 0 ] || {{ {_ended(request, settings)} $code; code=$?; }}"] if ranged else []),
+        *([f"[ $code -eq 0 ] || {{ {_ended(request, settings)} $before $code; code=$?; }}"] if ranged else []),
         f"if [ $code -eq 75 ] && [ ! -e {stay} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MOST_REQUEUES} ]; then",
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # Slurm ends this shell meanwhile",
         "fi",
@@ -209,7 +212,7 @@ def _ended(request: JobRequest, settings: SlurmSettings) -> str:
     """Return the command that ends with the exit code of the run, as its folder has it; srun's code is added to it."""
     words = shlex.join(("--ended", str(request.folder)))
     python = shlex.quote(settings.python or sys.executable)
-    steps = [*settings.setup, f"exec {settings.container} {python} -m tutti.clusters.slurm_node {words} $1"]
+    steps = [*settings.setup, f'exec {settings.container} {python} -m tutti.clusters.slurm_node {words} "$1" "$2"']
     return f"bash -c {shlex.quote(chr(10).join(steps).replace('exec  ', 'exec '))} bash"
 
 
@@ -432,6 +435,11 @@ def _refusal(said: str) -> str:
     """Return Slurm's refusal as a sentence with a remedy."""
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in said.splitlines() if line.strip()]
     words = plain_text("; ".join(dict.fromkeys(lines)))[:300] or "it gave no reason"
+    if re.search(r"resolve_ctls|configuration source|SLURM_CONF", words, re.IGNORECASE):
+        return (
+            f"this machine does not know where Slurm is ({words}); run this on a login node, or name its configuration "
+            "in SLURM_CONF"
+        )
     for pattern, remedy in _REMEDIES:
         if re.search(pattern, words, re.IGNORECASE):
             return f"Slurm refuses the job ({words}); {remedy}"

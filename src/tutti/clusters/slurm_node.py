@@ -59,14 +59,15 @@ def enter(directory: str, folder: str) -> None:
     os.chdir(directory)
 
 
-def ended(folder: Path, code: int) -> int:
+def ended(folder: Path, before: int, code: int) -> int:
     """Return the exit code of a run that has gone on without nodes, as its metrics have it.
 
     Args:
         folder: the run folder.
+        before: size of its metrics in bytes before the step.
         code: that of the step, which has failed for a node that was lost.
     """
-    rows = last_rows(RunFolder(folder).metrics)
+    rows = last_rows(RunFolder(folder).metrics, before)
     ends = (row for row in reversed(rows) if row.get("kind") in ("start", "end"))
     status = next((row.get("status") for row in ends), None)  # none if it began last
     if status == "completed":
@@ -77,11 +78,11 @@ def ended(folder: Path, code: int) -> int:
 def main() -> None:
     """Do what `tutti run` does, in this process, which has loaded a part of it already.
 
-    The arguments are directory, number of nodes, run folder, what to resume, and its own. With --ended, a run folder
-    and an exit code: end as the run did.
+    The arguments are directory, number of nodes, run folder, what to resume, and its own. With --ended, a run folder,
+    the size of its metrics before, and an exit code: end as the run did.
     """
     if sys.argv[1] == "--ended":
-        sys.exit(ended(Path(sys.argv[2]), int(sys.argv[3])))
+        sys.exit(ended(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
     directory, nodes, folder, resume, *words = sys.argv[1:]
     try:
         enter(directory, folder)

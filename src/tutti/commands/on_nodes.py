@@ -66,7 +66,8 @@ def run_on_nodes(
     scheduler = scheduler_for(on)
     settings = cluster_settings(on, requests, hosts)
     if isinstance(scheduler, NodeCommands):
-        words = scheduler.command_on_nodes(command.words, command.nodes or 1, tasks_per_node, settings)
+        count = len(scheduler.nodes(settings, command.nodes)) or command.nodes or 1  # named ones, or as many as asked
+        words = scheduler.command_on_nodes(command.words, count, tasks_per_node, settings)
         return NodesResult(code=_waited_for(words))
     if not isinstance(scheduler, NodeRuns):
         raise LaunchError(

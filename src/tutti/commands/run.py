@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tutti.clusters.schedulers import SCHEDULERS
+from tutti.clusters.cluster_job import STAY_STOPPED
+from tutti.clusters.schedulers import is_scheduler
 from tutti.commands.messages import console, guarded_streams, messages, short, status, warn
 from tutti.commands.run_conclusion import Conclusion, conclude, header_time
 from tutti.commands.run_options import (
@@ -169,7 +170,7 @@ def run(
         KeyboardInterrupt: the run was stopped.
     """
     given = locals()
-    if on in SCHEDULERS or hosts is not None:
+    if hosts is not None or is_scheduler(on):
         return _waited_for(submit_arguments(given), verbose=verbose)
     if settings is not None:
         raise LaunchError(f"settings are for a cluster's scheduler, and on={on!r}; leave them out, or give on='slurm'")
@@ -193,8 +194,8 @@ def submit_arguments(given: Mapping[str, Any], *, dry_run: bool = False) -> "Sub
     from tutti.commands.submitted_job import submit_options
 
     on = given["on"] if given["on"] != "local" or given["hosts"] is None else None
-    on = on or ("ssh" if given["hosts"] is not None else read_profile(Path.cwd()).run.on or "slurm")
-    options = options_of_run(**_as_options({**given, "on": on, "nnodes": None}))
+    on = on or read_profile(Path.cwd()).launcher(given["hosts"]) or "slurm"
+    options = options_of_run(**_as_options({**given, "on": "local", "nnodes": None}))
     defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
     words, files = words_of_run(given, defaults)
     return submit_options(
@@ -213,10 +214,19 @@ def _waited_for(job: "SubmittedJob", *, verbose: bool) -> RunReport | None:
     """Wait for the end of a submitted run, and return its report; an interrupt stops it with a checkpoint."""
     from tutti.commands.submit import follow
 
+    interrupted = False
+
+    def stop() -> Literal["stop"]:
+        nonlocal interrupted
+        interrupted = True
+        return "stop"
+
     try:
         if verbose:
             with guarded_streams():
-                follow(job.folder, screen(shown=True), lambda: "stop")
+                follow(job.folder, screen(shown=True), stop)
+            if interrupted:
+                raise KeyboardInterrupt
         return job.wait()
     except KeyboardInterrupt:
         with contextlib.suppress(TuttiError):
@@ -384,7 +394,7 @@ def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Pat
     if make_script is not None:
         spec = replace(spec, target=make_script(spec.folder))
     with mirrored(stored, spec.folder, options):
-        return _train(options, spec, launcher, screen)
+        return _train(options, spec, launcher, screen, None if stored is None else stored.address)
 
 
 def _beginning_again(options: RunOptions) -> RunOptions:
@@ -541,7 +551,9 @@ def _wait_ready(worker: "Beside") -> None:
         worker.ready(say)
 
 
-def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen") -> Conclusion:
+def _train(
+    options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen", address: str | None
+) -> Conclusion:
     from tutti.commands.run_prediction import beside
     from tutti.launch.memory_folder import memory_folder
     from tutti.launch.node_member import recovering
@@ -570,7 +582,7 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         if stop_at_s is not None:
             variables = {**variables, "TUTTI_STOP_AT_S": repr(stop_at_s)}
         asked, spec = (replace(one, environment=one.environment | variables) for one in (asked, spec))
-        numbered = options.has_number
+        numbered = options.has_number or options.least_nodes is None
         with recovering(asked, policy, interrupted, say, options.grace_s, stop_at_s, has_number=numbered) as recovery:
             outcome = supervise(
                 launcher.start,
@@ -583,13 +595,16 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
                 recovery=recovery,
             )
         has_job = spec.node_rank > 0 or header_time(spec) != before
+        if stop_at_s is not None and time.time() >= stop_at_s:  # a job that stops so does not go on by itself
+            (spec.folder / STAY_STOPPED).touch()
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker)
     if aside != spec.folder and aside.exists():
         for file in aside.iterdir() if has_job else ():
             file.replace(spec.folder / file.name)
         shutil.rmtree(aside, ignore_errors=True)
-    return conclude(outcome.spec or spec, outcome, has_job=has_job, is_first=spec.node_rank == 0)
+    is_first = spec.node_rank == 0
+    return conclude(outcome.spec or spec, outcome, has_job=has_job, is_first=is_first, address=address)
 
 
 def _policy(options: RunOptions, spec: "LaunchSpec") -> "RestartPolicy":

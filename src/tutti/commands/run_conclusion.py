@@ -44,7 +44,9 @@ def header_time(spec: LaunchSpec) -> int | None:
         return None
 
 
-def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: bool = True) -> Conclusion:
+def conclude(
+    spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: bool = True, address: str | None = None
+) -> Conclusion:
     """Write the report and say how the run went.
 
     Args:
@@ -52,7 +54,9 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: boo
         outcome: how the ranks ended.
         has_job: whether a Job got as far as training.
         is_first: whether this is node 0.
+        address: of the store in which the run is kept; None if it is not.
     """
+    place = address or short(spec.folder)
     words: str | None = None
     code = outcome.exit_code
     if outcome.failure is not None:
@@ -61,10 +65,12 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: boo
             words += f"\n{outcome.given_up}"
         if outcome.failure.traceback:
             words += f"\nthe output of every rank: {short(spec.folder)}/ranks/"
+    elif outcome.left:
+        words = "this node has left, and the run goes on on the others; the same command lets it take part again"
     elif outcome.resumable and not RunFolder(spec.folder).checkpoint_times():
         words = f"the ranks ended with exit code {outcome.exit_code}, but wrote no checkpoint into {short(spec.folder)}"
     elif outcome.resumable:
-        again = shlex.join(["tutti", "run", "--resume", short(spec.folder)])
+        again = shlex.join(["tutti", "run", "--resume", place])
         words = f"stopped with a checkpoint (exit code {outcome.exit_code}); go on with `{again}` and the script"
     elif outcome.status == "stopped":
         words = "stopped"
@@ -75,7 +81,7 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: boo
         )
         code = ScriptError.exit_code
     if words is not None and has_job and not outcome.resumable and RunFolder(spec.folder).checkpoint_times():
-        words += f"\ncontinue from its last checkpoint with --resume {shlex.quote(short(spec.folder))}"
+        words += f"\ncontinue from its last checkpoint with --resume {shlex.quote(place)}"
     report = _report(spec) if has_job and is_first and outcome.status == "completed" else None
     page = RunFolder(spec.folder).report / "report.html" if report is not None else None
     return Conclusion(

@@ -32,7 +32,7 @@ class RunOptions:
     Attributes:
         least_nproc: fewest ranks of a node, where `nproc` is the most; None if their number is fixed.
         least_nodes: fewest nodes, where `nnodes` is the most; None if their number is fixed.
-        has_number: whether somebody has numbered this node; else it takes the next free number.
+        has_number: whether somebody has numbered this node; in a range of nodes it else takes the next free number.
     """
 
     target: tuple[str, ...]
@@ -42,7 +42,7 @@ class RunOptions:
     nnodes: int = 1
     least_nodes: int | None = None
     node_rank: int = 0
-    has_number: bool = True
+    has_number: bool = False
     rendezvous: str | None = None
     timeout_s: float = TIMEOUT_S
     adaptive_timeout: bool = False
@@ -120,13 +120,13 @@ def options_from(
         node_rank: the number of this node; None if it has none yet.
         given: the other options, as RunOptions has them.
     """
-    options = RunOptions(node_rank=node_rank or 0, **given)
+    options = RunOptions(node_rank=node_rank or 0, has_number=node_rank is not None, **given)
     if isinstance(nproc, CountRange):
         options = replace(options, nproc=(nproc.most,), least_nproc=nproc.least)
     else:
         options = replace(options, nproc=nproc)
     if isinstance(nnodes, CountRange):
-        return replace(options, nnodes=nnodes.most, least_nodes=nnodes.least, has_number=node_rank is not None)
+        return replace(options, nnodes=nnodes.most, least_nodes=nnodes.least)
     return replace(options, nnodes=nnodes or 1)
 
 
@@ -259,14 +259,13 @@ def placed_here(options: RunOptions) -> RunOptions:
     Raises:
         LaunchError: the host of the rendezvous is not known.
     """
-    if options.has_number or options.rendezvous is None:
+    if options.has_number or options.rendezvous is None or options.least_nodes is None:
         return options
     from tutti.launch import network
 
     host, port = network.split_address(options.rendezvous)
-    if network.is_here(host) and network.is_port_free(port, host):
-        return replace(options, has_number=True)
-    return replace(options, node_rank=1)
+    is_first = network.is_here(host) and network.is_port_free(port, host)
+    return replace(options, node_rank=0 if is_first else 1)
 
 
 def own_count(options: RunOptions) -> int:

@@ -32,9 +32,13 @@ def staged(options: RunOptions) -> "tuple[RunOptions, StoredRun | None]":
     stored = StoredRun(str(address or resume))
     exists = stored.exists()
     if address is None:
+        if not exists and not stored.has_checkpoint():
+            raise LaunchError(f"{resume} holds no run and no checkpoint; to begin one there, add --folder {resume}")
         return options, stored if exists else None
     if exists and str(resume or "").rstrip("/") != stored.address:
         raise LaunchError(f"{address} already holds a run; give another --folder, or --resume {address}")
+    if not exists:
+        stored.check()
     store = stored.address if options.checkpoint_store is None else options.checkpoint_store
     options = replace(options, folder=None, checkpoint_store=store)
     if str(resume or "").rstrip("/") == stored.address and not stored.has_checkpoint():

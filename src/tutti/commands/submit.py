@@ -366,7 +366,7 @@ def _checked(options: RunOptions) -> tuple[int, ...] | None:
 
     if not options.target:
         raise ScriptError("no script was named; write `tutti submit train.py`")
-    if options.rendezvous is not None or options.node_rank:
+    if options.rendezvous is not None or options.has_number:
         raise LaunchError(
             "the cluster numbers its nodes and says where they meet; leave --rendezvous and --node-rank out"
         )

@@ -64,5 +64,5 @@ def _range(text: str) -> CountRange:
     parts = text.split(":")
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in parts]
     if len(numbers) != 2 or min(numbers) < 1 or numbers[0] > numbers[1]:
-        raise LaunchError(f"{text!r} is no range; give the smaller number first, such as 1:4 for 1 to 4")
+        raise LaunchError(f"{text!r} is no range; give two numbers of 1 or more, the smaller one first, such as 1:4")
     return CountRange(*numbers)

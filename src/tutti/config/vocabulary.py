@@ -136,3 +136,6 @@ StopRule = Literal["target", "epochs", "steps", "time", "plateau"]
 - time: the clock.
 - plateau: a quality that no longer improves (early stopping).
 """
+
+RENDEZVOUS_PORTS = range(20000, 32768)
+"""Ports where ranks meet: below those that Linux gives to outgoing connections, any of which may be taken."""

@@ -1,14 +1,17 @@
 """Addresses, ports and interfaces of the rendezvous, checked before any rank starts."""
 
+import contextlib
 import errno
 import ipaddress
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
 
 import psutil
 
+from tutti.config.vocabulary import RENDEZVOUS_PORTS
 from tutti.errors import LaunchError
 from tutti.network_interfaces import local_addresses, loopback, outside_addresses, resolve
 
@@ -148,6 +151,18 @@ def _holder(port: int) -> str:
 
 
 _LONGEST_PAUSE_S = 0.2
+
+
+def free_port() -> int:
+    """Return a port that is free on all of this host's addresses, and that no system gives to outgoing connections.
+
+    Raises:
+        LaunchError: none of many is free.
+    """
+    for port in secrets.SystemRandom().sample(RENDEZVOUS_PORTS, 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise LaunchError(f"no port of {socket.gethostname()} is free for ranks to meet; end processes that hold them")
 
 
 def wait_for_port(host: str, port: int, timeout_s: float, stopped: Callable[[], bool] | None = None) -> None:

@@ -124,12 +124,13 @@ class NodeDoor:
     def _refusal(self, hello: Message) -> str:
         """Say why a node may not take part; an empty string if it may."""
         number, ranks = hello.get("node"), hello.get("ranks")
-        who = f"node {'' if number is None else f'{number} '}on {hello.get('host')}"
+        who = f"the node on {hello.get('host')}" if number is None else f"node {number} on {hello.get('host')}"
         numbered = isinstance(number, int) and 0 <= number < self._spec.nodes
         if not numbered and not (number is None and self._policy.elastic):
             return f"{who} has no place among {self._spec.nodes} nodes; give all nodes the same --nnodes"
         if not isinstance(ranks, int) or not 0 < ranks <= max(self._spec.ranks_per_node):
-            return f"{who} has no number of ranks that there may be on a node; give all nodes the same --nproc"
+            most = max(self._spec.ranks_per_node)
+            return f"{who} would have {ranks} ranks, and node 0 allows 1 to {most}; give all nodes the same --nproc"
         for name, value in describe(self._spec, self._policy, self._secret).items():
             if hello.get(name) != value:
                 differs = f"with {name} {hello.get(name)}, and node 0 with {value}"
@@ -176,6 +177,10 @@ class NodeTable:
         """Let a node wait for its place."""
         self._queued.append((time.monotonic() + _LEFT_S, link, hello))
 
+    def forget(self, link: NodeLink) -> None:
+        """Take a node that waits for its place as gone."""
+        self._queued = [one for one in self._queued if one[1] is not link]
+
     def let_in(self) -> None:
         """Let in nodes whose place is free; refuse them where it stays taken by a node that lives."""
         for until, link, hello in [*self._queued]:
@@ -186,9 +191,9 @@ class NodeTable:
                 continue
             self._queued.remove((until, link, hello))
             if number is not None and not taken:
-                self._coming.append(Node(number, link, host, int(hello["ranks"])))
                 welcome = {"kind": "welcome", "folder": str(self._spec.folder), "token": self._token}
-                link.send({**welcome, "node": number})
+                if link.send({**welcome, "node": number}):
+                    self._coming.append(Node(number, link, host, int(hello["ranks"])))
                 continue
             if number is None:
                 refusal = f"all {self._spec.nodes} nodes are there, so the one on {host} cannot take part"

@@ -140,6 +140,8 @@ class NodeLeader:
             link.start(lambda one, said: self._events.put((one, said)))
             self._table.queue(link, message)
             return
+        if message is None:
+            self._table.forget(link)
         node = self._table.of_link(link)
         if node is None or self._table.begin(node, is_ready=kind == "ready"):
             return
@@ -185,6 +187,10 @@ class NodeLeader:
         assert generation is not None
         running = self._running(generation)
         said = {(node.report or {}).get("status") for node in running}
+        gone = (node.report for node in running if node.leaves and node.report is not None)
+        ended = self._stopped or next(gone, None)
+        if ended is not None and not ended["resumable"] and not generation.called_off:
+            self._call_off(generation, "pause", "")  # no rank can agree with those to stop
         failed = bool(generation.lost) or "failed" in said
         stopping = self._stopped is not None or ("stopped" in said and not failed)
         if stopping and generation.until == math.inf:  # the ranks agree to stop, unless they hang
@@ -193,7 +199,7 @@ class NodeLeader:
             self._call_off(generation, "end", "")
         elif generation.until == math.inf and all(node.report is None for node in running):
             if come := self._come_for(generation):
-                self._call_off(generation, "pause", f"{come} has come: the ranks pause to go on with more")
+                self._call_off(generation, "pause", f"{come} come: the ranks pause to go on with more")
         elif time.monotonic() > generation.until:
             late = [node for node in running if node.report is None]
             if generation.called_off:
@@ -219,7 +225,7 @@ class NodeLeader:
             return ""
         with contextlib.suppress(TuttiError, OSError):
             if self._largest().world_size > generation.spec.world_size:
-                return " and ".join(node.words for node in new)
+                return f"{' and '.join(node.words for node in new)} {'has' if len(new) == 1 else 'have'}"
         for node in new:
             node.link.send({"kind": "note", "message": _without_ranks(node)})
         return ""
@@ -249,7 +255,7 @@ class NodeLeader:
             self._finish(None, "", end={"status": "completed"})
             return
         for node in leaving:
-            node.link.send(_ended({**reports[node.number], "status": "stopped"}))
+            node.link.send(_ended({**reports[node.number], "status": "stopped", "left": True}))
             del self._nodes[node.number]
         try:
             following = self._after(generation, failure, leaving)
@@ -356,7 +362,8 @@ class NodeLeader:
             node.report, node.is_new = None, False
             message, node.told = "" if node.told else following.message, False
             if first_one and self._table.missing:
-                message = f"{len(self._nodes)} of up to {self._spec.nodes} nodes are there, so the run begins"
+                are = "is" if len(self._nodes) == 1 else "are"
+                message = f"{len(self._nodes)} of up to {self._spec.nodes} nodes {are} there, so the run begins"
             if node.number not in counts:
                 node.link.send({"kind": "note", "message": f"{message}\n{_without_ranks(node)}".strip()})
                 continue

@@ -157,6 +157,7 @@ def join(
 
     Raises:
         LaunchError: node 0 did not come, does not know the secret, or refuses this node.
+        KeyboardInterrupt: it was stopped.
     """
     deadline, reason = time.monotonic() + timeout_s, "nobody answered"
     while time.monotonic() < deadline and not stopped():
@@ -174,9 +175,11 @@ def join(
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(_RETRY_S)
+    if stopped():
+        raise KeyboardInterrupt
     host, port = address
     raise LaunchError(
-        f"node {hello['node']} on {hello['host']} could not meet node 0 at {host}:{port} within {timeout_s:g} s "
+        f"{_named(hello)} could not meet node 0 at {host}:{port} within {timeout_s:g} s "
         f"({reason}); start `tutti run` with the same --rendezvous and --max-restarts there, or wait longer (--timeout)"
     )
 
@@ -202,12 +205,17 @@ def _converse(connection: socket.socket, secret: bytes, hello: Message) -> NodeL
     if answer is not None and _object(answer).get("refusal") == "secret":
         connection.close()
         raise LaunchError(
-            f"node {hello['node']} on {hello['host']} does not know the job's secret, so it may not join; give all "
+            f"{_named(hello)} does not know the job's secret, so it may not join; give all "
             "hosts the same one: copy ~/.config/tutti/secret from node 0's host, or export the same TUTTI_SECRET "
             "everywhere"
         )
     rest = b"" if answer is None else f"{answer}\n".encode() + bytes(data)
     return NodeLink(connection, _key(secret, challenge, nonce), "node", rest)
+
+
+def _named(hello: Message) -> str:
+    number = "" if hello["node"] is None else f"{hello['node']} "
+    return f"node {number}on {hello['host']}"
 
 
 def _proof(secret: bytes, challenge: str, nonce: Any, hello: Any) -> str:

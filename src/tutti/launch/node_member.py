@@ -19,11 +19,11 @@ from tutti.job_secret import find_secret
 from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
-from tutti.launch.network import split_address
+from tutti.launch.network import free_port, split_address
 from tutti.launch.node_door import TOKEN_FILE, describe
 from tutti.launch.node_leader import NodeLeader
 from tutti.launch.node_link import Message, NodeLink, join
-from tutti.launch.places import places_here
+from tutti.launch.places import checked_places
 from tutti.launch.restarts import RestartPolicy, Restarts, fitting
 from tutti.launch.supervisor import Interrupts, Outcome, Recovery, Restart
 from tutti.network_interfaces import here_address
@@ -60,8 +60,9 @@ class NodeMember:
         self._asked, self._policy, self._interrupted, self._say = spec, policy, interrupted, say
         secret = find_secret()
         number = spec.node_rank if has_number else None
-        ranks = places_here(spec.local_world_size, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
-        ranks = spec.local_world_size if policy.least_nproc is None else ranks
+        ranks, shares = spec.local_world_size, "TUTTI_SHARE_DEVICE" in spec.environment
+        if policy.least_nproc is not None:
+            ranks = checked_places(policy.least_nproc, ranks, share_device=shares)
         hello = {"node": number, "host": socket.gethostname(), "ranks": ranks, **describe(spec, policy, secret)}
         self._decisions: queue.Queue[Message | None] = queue.Queue()
         self._called: Literal["", "end", "pause"] = ""
@@ -103,6 +104,10 @@ class NodeMember:
         self._link.send({"kind": "report", "status": status, "failure": failure, **end})
         return self._decision(outcome)
 
+    def leaves(self) -> bool:
+        """Return whether a signal ends this node's part only."""
+        return self._policy.elastic and self._asked.node_rank > 0
+
     def close(self) -> None:
         """Leave: node 0 takes this node for lost, unless the run is over."""
         self._link.close()
@@ -115,7 +120,7 @@ class NodeMember:
         if kind == "note" and message is not None:
             self._say(plain_text(str(message["message"])))
         elif kind == "port":
-            link.send({"kind": "port", "port": _free_port()})
+            link.send({"kind": "port", "port": free_port()})
         elif kind in ("end", "pause") and message is not None:
             if message["message"]:
                 self._say(plain_text(str(message["message"])))
@@ -145,6 +150,8 @@ class NodeMember:
             )
         if decided["refusal"]:
             raise LaunchError(plain_text(str(decided["refusal"])))
+        if decided.get("left"):
+            return replace(outcome, left=True)
         if decided["failure"] is None:
             return _end_elsewhere(decided) if outcome.failure is not None or outcome.called_off else outcome
         failure = serialization.from_data(Failure, decided["failure"], source="node 0's decision")
@@ -188,6 +195,8 @@ class NodeMember:
                 break
             time.sleep(_LOOK_S)
         self._link.close()
+        if self._is_interrupted():
+            raise KeyboardInterrupt
         raise LaunchError(
             f"node {self._asked.node_rank} on {socket.gethostname()} does not see node 0's run folder at {folder}, and "
             "restarts go on from the checkpoints in it; name a folder that all nodes share with --folder"
@@ -199,12 +208,6 @@ def _end_elsewhere(decided: Message) -> Outcome:
     if decided["status"] == "completed":
         return Outcome(status="completed", exit_code=0)
     return Outcome(status="stopped", exit_code=int(decided["exit_code"]), resumable=bool(decided["resumable"]))
-
-
-def _free_port() -> int:
-    """Return a port that is free on all of this host's addresses."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -236,11 +239,18 @@ def recovering(
         fewer = (lambda failure: fitting(spec, policy)) if policy.elastic else None
         yield Restarts(policy, spec, fewer) if policy.max_restarts else None
         return
-    leader = NodeLeader(spec, policy, grace_s, stop_at_s) if spec.node_rank == 0 else None
+    try:
+        leader = NodeLeader(spec, policy, grace_s, stop_at_s) if spec.node_rank == 0 else None
+    except LaunchError as error:
+        if has_number:
+            raise
+        raise LaunchError(
+            f"{error}. If that was the same command, which began on this host at the same moment, start this one again"
+        ) from None
     try:
         host, port = split_address(spec.rendezvous or "")
         address = leader.reachable if leader is not None else (here_address(host, spans_hosts=True), port)
-        member = NodeMember(spec, policy, interrupted, say, address, has_number=has_number)
+        member = NodeMember(spec, policy, interrupted, say, address, has_number=has_number or leader is not None)
         try:
             yield member
         finally:

@@ -21,7 +21,7 @@ from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import LOST_NODE, Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
-from tutti.launch.places import places_here
+from tutti.launch.places import checked_places
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
@@ -116,6 +116,10 @@ class Restarts:
     def begin(self, spec: LaunchSpec) -> LaunchSpec | Outcome:
         """Return the first generation: what was asked for."""
         return spec
+
+    def leaves(self) -> bool:
+        """Return that a signal ends the run."""
+        return False
 
     def called_off(self) -> Literal["", "end", "pause"]:
         """Return that no other node asks for anything."""
@@ -329,13 +333,7 @@ def fitting(spec: LaunchSpec, policy: RestartPolicy) -> LaunchSpec:
     if policy.least_nproc is None or spec.nodes > 1:
         return spec
     most, least = spec.world_size, policy.least or 1
-    places = places_here(most, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
-    if places < least:
-        room = f"{places} rank{'s' if places != 1 else ''}"
-        raise LaunchError(
-            f"--nproc {least}:{most}: this host has room for {room}, one on each GPU or, without GPUs, on each core; "
-            "ask for fewer, or let ranks share a GPU with --share-device"
-        )
+    places = checked_places(least, most, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
     return spec if places == most else smaller(spec, places, least)
 
 

@@ -82,6 +82,7 @@ class Outcome:
         waiting: ranks that outlive the failure, and wait for their task in the next generation.
         given_up: why they were not started again, as a sentence; empty if nobody asked for restarts.
         called_off: whether they ended because another node asked for it.
+        left: whether other nodes go on without this one.
     """
 
     status: Status
@@ -94,6 +95,7 @@ class Outcome:
     given_up: str = ""
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
     called_off: bool = False
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,10 @@ class Recovery(Protocol):
 
     def called_off(self) -> Literal["", "end", "pause"]:
         """Return whether the ranks of this node are to end, or to pause with a checkpoint, because of other nodes."""
+        ...
+
+    def leaves(self) -> bool:
+        """Return whether a signal ends this node's part only, and the others go on."""
         ...
 
     def after(
@@ -323,13 +329,8 @@ class _Generation:
     def _leave(self, *, pausing: bool) -> Outcome:
         """End the ranks because of other nodes. Ranks that fail or complete in a pause have done so by themselves."""
         assert self._handle is not None
-        mark = RunFolder(self._spec.folder).pause(self._spec.node_rank)
-        if pausing:
-            with contextlib.suppress(OSError):
-                mark.touch()
-        self._handle.stop(self._grace_s if pausing else RESTART_GRACE_S, hurry=lambda: self._interrupted.count > 1)
-        with contextlib.suppress(OSError):
-            mark.unlink(missing_ok=True)
+        with self._paused(pausing):
+            self._handle.stop(self._grace_s if pausing else RESTART_GRACE_S, hurry=lambda: self._interrupted.count > 1)
         self._watcher.update()
         exits = self._handle.wait(0)
         own = [error for rank, error in read_errors(self._spec).items() if rank in self._spec.ranks]
@@ -338,6 +339,17 @@ class _Generation:
         if pausing and any(error.kind != "peer" for error in own):
             return self._failed(exits)
         return Outcome(status="stopped", exit_code=1, called_off=True)
+
+    @contextmanager
+    def _paused(self, pausing: bool) -> Iterator[None]:
+        """Let ranks that stop with a checkpoint meanwhile say that the run goes on."""
+        mark = RunFolder(self._spec.folder).pause(self._spec.node_rank)
+        with contextlib.suppress(OSError):
+            if pausing:
+                mark.touch()
+        yield
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
 
     def _waiting(self) -> dict[int, Waiting]:
         return self._surviving.waiting() if self._surviving is not None else {}
@@ -385,7 +397,8 @@ class _Generation:
             return self._interrupted.count > (number is not None)
 
         assert self._handle is not None
-        self._handle.stop(self._grace_s, hurry=hurry)
+        with self._paused(self._recovery is not None and self._recovery.leaves()):
+            self._handle.stop(self._grace_s, hurry=hurry)
         self._watcher.update()
         codes = set(self._handle.wait(0).values())
         if RESUMABLE in codes and codes <= {0, RESUMABLE}:
