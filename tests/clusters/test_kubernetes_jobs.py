@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import tutti
 from clusters.kubernetes_rig import KUBECONFIG, TOKEN, Cluster, Refusal, kubernetes
 from launch.launch_rig import TUTTI, free_port, wait_until
 from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
@@ -242,15 +243,23 @@ def test_why_pods_wait_and_cancelling_them(
     assert wait_until(lambda: not any(thing["kind"] in kinds for thing in list(cluster.things.values())), 10)
 
 
-def test_a_folder_whose_job_has_not_ended_takes_no_other(request_here: JobRequest) -> None:
+def test_a_folder_whose_job_has_not_ended_takes_no_other(
+    request_here: JobRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = with_settings(request_here, image="missing:1")
+    monkeypatch.chdir(request.directory)
     scheduler = Kubernetes()
     job = scheduler.submit(request)
     about = JobRecord(scheduler="kubernetes", job=job, name="x", nodes=2, nproc=None, submitted_utc="", log="")
     write_record(request.folder, about)
-    assert f"kubernetes job {job} still writes into {request.folder}" in refusal(request)
+    (request.directory / "train.py").touch()
+    for on in ("kubernetes", "slurm"):
+        with pytest.raises(LaunchError, match=f"^kubernetes job {job} still writes into run; wait for its end"):
+            tutti.submit("train.py", on=on, folder="run", nproc=1, settings=request.settings if on != "slurm" else {})
     scheduler.cancel(job)
-    assert scheduler.submit(request) != job
+    found = tutti.submit("train.py", on="kubernetes", folder="run", nproc=1, settings=request.settings)
+    assert found.status().state == "pending"
+    found.cancel()
 
 
 PROGRAM = """\

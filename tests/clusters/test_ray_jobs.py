@@ -5,20 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from clusters.command_rig import tutti
 from launch.launch_rig import SCRIPTS, free_port, wait_until
-from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
 from tutti.clusters.profile_file import with_requests
-from tutti.clusters.ray_api import RayJobInfo, checked_address, last_state, printed, refused
+from tutti.clusters.ray_api import RayCluster, RayJobInfo, checked_address, last_state, printed, refused
 from tutti.clusters.ray_driver import lost_because
 from tutti.clusters.ray_jobs import RayJobs, status_of
 from tutti.clusters.ray_placement import described
 from tutti.clusters.ray_task import read_ray_settings, task_of
+from tutti.environment import ray_address
 from tutti.errors import LaunchError
 
 TRAIN = str(SCRIPTS / "train.py")
@@ -109,6 +113,59 @@ def test_a_cluster_that_is_not_there(project: Path) -> None:
     assert code == 2
     assert err.startswith(f"tutti: the Ray cluster at {address} cannot be reached (Connection refused); start it")
     assert len(err.splitlines()) == 1, "one sentence"
+
+
+def test_a_run_may_go_on_where_its_earlier_cluster_does_not_answer(project: Path) -> None:
+    old, new = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    (project / "run").mkdir()
+    write_record(
+        project / "run", JobRecord(scheduler="ray", job="x", name="x", nodes=1, nproc=None, submitted_utc="", log="")
+    )
+    (project / "state/tutti/ray").mkdir(parents=True)
+    about = {"address": f"http://{old}", "inside": "", "log": "x"}
+    (project / "state/tutti/ray/x.json").write_text(json.dumps(about))
+    words = ("submit", "--on", "ray", "--folder", "run", "--nproc", "1", TRAIN)
+    code, _, err = tutti(project, {"RAY_ADDRESS": new, "XDG_STATE_HOME": str(project / "state")}, *words)
+    assert code == 2
+    warning, refusal = err.splitlines()
+    unknown = "whether the earlier job of run has ended is not known"
+    assert warning.startswith(f"{unknown}: the Ray cluster at http://{old} cannot be reached")
+    assert refusal.startswith(f"tutti: the Ray cluster at http://{new} cannot be reached")
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """What Ray's client asks a dashboard for when it is made."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(
+            {"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": ""}
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize("user", [None, "http://other:1"])
+def test_one_cluster_does_not_become_the_address_of_the_next(monkeypatch: pytest.MonkeyPatch, user: str | None) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    if user is not None:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", user)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            made = RayCluster(address)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert made._client.get_address() == address
+    assert ray_address() == (user or ""), "what the user's variables say"
 
 
 def told(state: str, reason: str = "", code: int | None = None) -> dict[str, object]:

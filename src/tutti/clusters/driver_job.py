@@ -191,6 +191,12 @@ def start_driver(module: str, job: dict[str, Any], log: Path, timeout_s: float) 
     return name
 
 
+def remove_errors(folder: Path) -> None:
+    """Remove the failures of an earlier start, which would be taken for those of the next one."""
+    for error in folder.glob("ranks/*/error.json"):
+        error.unlink(missing_ok=True)
+
+
 def first_error(folder: Path) -> str:
     """Return the first failure of a rank that did not only lose another one, as a clause; "" if none is recorded."""
     found = []

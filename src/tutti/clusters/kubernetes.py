@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tutti.clusters.cluster_job import RECORD, JobRequest, JobStatus, NodeCommand, read_record
+from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand
 from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.kubernetes_api import Cluster, cluster_of, package, pod_index
 from tutti.clusters.kubernetes_manifest import (
@@ -94,7 +94,6 @@ class Kubernetes:
         request = replace(request, resume=_resumed(request, folder))
         job, service, secret = manifests(request, settings, name, folder, kind)
         cluster = cluster_of(settings.context, settings.kubeconfig)
-        self._refuse_busy(request.folder)
         space = settings.namespace or cluster.namespace
         mark = {"folder": folder if kind == "inside" else "", "job": name}
         (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
@@ -115,16 +114,6 @@ class Kubernetes:
                 file=sys.stderr,
             )
         return f"{space}/{name}"
-
-    def _refuse_busy(self, folder: Path) -> None:
-        """Refuse a folder whose job still runs. Raises LaunchError."""
-        if not (folder / RECORD).exists():
-            return
-        record = read_record(folder)
-        if record.scheduler == "kubernetes" and self.status(record.job).state in ("pending", "running"):
-            raise LaunchError(
-                f"kubernetes job {record.job} still writes into {folder}; wait for its end, or `tutti cancel` it"
-            )
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG)

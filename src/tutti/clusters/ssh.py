@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand, interrupts_let_through
 from tutti.clusters.cluster_resources import ClusterNode, NodePool
-from tutti.clusters.driver_job import cancel_driver, job_status, running_driver, start_driver
+from tutti.clusters.driver_job import cancel_driver, job_status, remove_errors, running_driver, start_driver
 from tutti.clusters.ssh_hosts import (
     SshHost,
     SshSettings,
@@ -80,14 +80,11 @@ class Ssh:
     def submit(self, request: JobRequest) -> str:
         settings = read_ssh_settings(request.settings)
         hosts = _chosen(settings, request.directory, request.nodes)
-        _refuse_busy(request.folder)
         needs = _needs(request, settings, hosts, _remote_name(request.folder))
         with interrupts_let_through():
             prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
         where = _rendezvous(settings, prepared)
-        if not shared:
-            for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
-                error.unlink(missing_ok=True)
+        remove_errors(request.folder)
         tasks = []
         for number, place in enumerate(prepared):
             words = _node_words(request, place, number, len(prepared), where, shared=shared)
@@ -182,16 +179,6 @@ class Ssh:
 
     def cancel(self, job: str) -> None:
         cancel_driver(job, "ssh")
-
-
-def _refuse_busy(folder: Path) -> None:
-    """Refuse a folder whose job over ssh still runs. Raises LaunchError."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        if record["scheduler"] == "ssh" and not job_status(record["job"]).ended:
-            raise LaunchError(
-                f"ssh job {record['job']} still writes into {folder}; wait for its end, or `tutti cancel` it"
-            )
 
 
 def _chosen(settings: SshSettings, directory: Path, nnodes: int | None) -> tuple[SshHost, ...]:
