@@ -603,9 +603,18 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tutti"
 
 
+def sent_files(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Return the files that a job sends along to its pods, and remove the variable, which children do not need."""
+    return environ.pop(FILES_VARIABLE, "")
+
+
 def completion_index(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of this pod among those of its Indexed Job on Kubernetes."""
     return _number(environ, "JOB_COMPLETION_INDEX")
+
+
+FILES_VARIABLE = "TUTTI_SENT_FILES"
+"""The variable of a pod that has the files of the submitting machine that the command names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,13 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], sai
     assert said in refusal(request_for(tmp_path / "run", **settings))
 
 
+def test_only_the_store_of_the_run_keeps_a_pod_s_checkpoints(tmp_path: Path) -> None:
+    request = replace(request_for(tmp_path / "run"), nodes=1, nproc=(4,), script="train.py")
+    request = replace(request, words=("train.py", "--checkpoint-store", "s3://the/script's"))
+    assert "the run folder would end with the pods" in refusal(request)
+    assert "- s3://b/run\n" in Kubernetes().preview(replace(request, checkpoint_store="s3://b/run"))
+
+
 def test_a_file_of_this_machine_without_a_place_in_the_pods_is_refused(tmp_path: Path) -> None:
     request = request_for(tmp_path / "run", volumes="runs:/runs", folder="/runs")
     words = refusal(replace(request, words=(f"{tmp_path}/train.py",)))

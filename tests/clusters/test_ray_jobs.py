@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,9 +18,10 @@ import ray
 from clusters.command_rig import tutti
 from launch.launch_rig import SCRIPTS, free_port, wait_until
 from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
+from tutti.clusters.local_files import packed_files
 from tutti.clusters.profile_file import with_requests
 from tutti.clusters.ray_api import RayCluster, RayJobInfo, checked_address, last_state, printed, refused
-from tutti.clusters.ray_driver import lost_because
+from tutti.clusters.ray_driver import AgentOfNode, RayDriver, lost_because
 from tutti.clusters.ray_jobs import RayJobs, status_of
 from tutti.clusters.ray_placement import described
 from tutti.clusters.ray_task import read_ray_settings, task_of
@@ -168,6 +171,24 @@ def test_one_cluster_does_not_become_the_address_of_the_next(monkeypatch: pytest
     assert ray_address() == (user or ""), "what the user's variables say"
 
 
+@pytest.mark.parametrize(
+    ("before", "said"), [(0, "it was stopped before it began"), (1, "it was stopped before it went on")]
+)
+def test_a_stop_while_nodes_are_asked_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch, before: int, said: str) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def never(*_: object, **__: object) -> None:
+        driver._stop()
+        raise ray.exceptions.GetTimeoutError
+
+    silent = SimpleNamespace(look=SimpleNamespace(remote=lambda *_, **__: None))
+    task = {"bundle": {}, "restarts": 0, "least_nodes": 2, "nodes": 2, "kind": "seen", "words": []}
+    driver = RayDriver(SimpleNamespace(get=never, exceptions=ray.exceptions), task)
+    driver._number = before + 1
+    nodes = [AgentOfNode(number, silent) for number in range(2)]
+    assert driver._generation(nodes, {}) == (False, said, 75)
+
+
 def told(state: str, reason: str = "", code: int | None = None) -> dict[str, object]:
     return {"state": state, "reason": reason, "nodes": "a,b", "code": code}
 
@@ -222,7 +243,7 @@ print(json.dumps([agent.look(task, first=number == 0)["problem"] for number in r
 agent.start({**task, "python": sys.argv[2]}, ["run", "x"], "the secret")
 output, command = b"", sys.argv[3]
 while True:
-    answer = agent.poll(len(output), command if output.count(b"\\n") > 1 else "", 0.2)
+    answer = agent.poll(len(output), command if output.count(b"\\n") > 2 else "", 0.2)
     output += answer["output"]
     if answer["code"] is not None:
         break
@@ -233,6 +254,7 @@ PYTHON = """\
 #!/bin/sh
 tr '\\0' ' ' < /proc/$$/cmdline; echo
 echo $TUTTI_SECRET ${OMP_NUM_THREADS-none} $MORE $$
+[ "$5" != --plan ] || { cat "$6"; echo; }
 exec sleep 60
 """
 
@@ -252,13 +274,18 @@ def agent(tmp_path: Path, task: dict[str, object], command: str) -> "subprocess.
 
 @pytest.mark.parametrize(("command", "code"), [("stop", 75), ("kill", -signal.SIGKILL)])
 def test_an_agent_starts_and_ends_what_it_is_told(tmp_path: Path, command: str, code: int) -> None:
-    with agent(tmp_path, agent_task(tmp_path / "disk/run"), command) as process:
+    (tmp_path / "plan.json").write_text("the plan")
+    _, files = packed_files(["--plan", "plan.json"], "", tmp_path)
+    with agent(tmp_path, agent_task(tmp_path / "disk/run", files=files), command) as process:
         out, _ = process.communicate(timeout=30)
     problems, (output, ended) = map(json.loads, out.splitlines())
     assert problems == ["", ""]
-    line, environment = output.splitlines()
+    line, environment, plan = output.splitlines()
+    assert plan == "the plan"
     assert "the secret" not in line
-    assert line.endswith("-u -m tutti.cli.main run x ")
+    found = re.search(r"-u -m tutti.cli.main run --plan (\S+/plan.json) x $", line)
+    assert found is not None, line
+    assert not Path(found[1]).parent.exists(), "it is removed with the end"
     assert environment.startswith("the secret 3 a b ")
     assert ended == code
 

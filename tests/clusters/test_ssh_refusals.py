@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh
-from launch.launch_rig import TUTTI
+from launch.launch_rig import TUTTI, wait_until
 from tutti.clusters import driver_job, ssh, ssh_agent
 from tutti.clusters.cluster_job import JobRequest, read_record
+from tutti.clusters.local_files import moved_word
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
@@ -418,9 +419,27 @@ def test_paths_in_words_are_those_of_the_copy_however_they_are_written(tmp_path:
     words = (f"--root={here}", str(here), f"{link}/in", f"--x={here}/in/../plan", f"{here}/../beside", "in/../plan",
              "../project/plan", "../beside", "--y=../beside", "in/../../beside", f"{here}-2", "a" * 5000)  # fmt: skip
     request = JobRequest(name="", folder=tmp_path, directory=here, words=words)
-    assert [ssh._moved(word, here, "/there") for word in words[:6]] == [
+    assert [moved_word(word, here, "/there") for word in words[:6]] == [
         "--root=/there", "/there", "/there/in", "--x=/there/plan", f"{here}/../beside", "in/../plan",
     ]  # fmt: skip
-    assert ssh._moved(words[10], here, "/there") == f"{here}-2"
+    assert moved_word(words[10], here, "/there") == f"{here}-2"
     assert ssh._files(request) == ("plan", "plan", "plan")
     assert ssh._outside(request) == ("../beside", "in/../../beside")
+
+
+def test_a_driver_of_another_machine_without_a_sign_of_life_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_job, "state_folder", lambda: tmp_path)
+    monkeypatch.setattr(driver_job, "_BEAT_S", 0.01)
+    driver_job.save_state(replace(driver_job.own_state("running", "", "a,b", None), machine="login1"))
+    name = driver_job.job_name(os.getpid())
+    file = driver_job.state_file(name)
+    assert driver_job.job_status(name).state == "running"
+    old = file.stat().st_mtime - 400
+    os.utime(file, (old, old))
+    found = driver_job.job_status(name)
+    assert (found.state, found.exit_code) == ("unknown", None)
+    assert found.reason == "its driver on login1 has given no sign of life for 7 minutes; ask there"
+    driver_job.give_signs_of_life()
+    assert wait_until(lambda: driver_job.job_status(name).state == "running", 10)

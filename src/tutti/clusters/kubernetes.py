@@ -206,24 +206,13 @@ def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tupl
         )
     if is_mounted(str(request.folder), settings):
         return "seen", str(request.folder)
-    store = _store(request)
-    if store is not None and request.nodes == 1:
-        return store, f"/tmp/tutti/{name}"
+    if request.checkpoint_store is not None and request.nodes == 1:
+        return request.checkpoint_store, f"/tmp/tutti/{name}"
     other = "; a single pod can leave its checkpoints in --checkpoint-store URL" if request.nodes == 1 else ""
     raise LaunchError(
         "the run folder would end with the pods; keep it on a volume: --request volumes=CLAIM:/runs "
         f"--request folder=/runs{other}"
     )
-
-
-def _store(request: JobRequest) -> str | None:
-    words = request.words
-    for number, word in enumerate(words):
-        if word == "--checkpoint-store" and number + 1 < len(words):
-            return words[number + 1]
-        if word.startswith("--checkpoint-store="):
-            return word.partition("=")[2]
-    return None
 
 
 def _earlier_folder(folder: Path) -> str:

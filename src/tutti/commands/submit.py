@@ -264,6 +264,7 @@ def _request(
         grace_s=options.grace_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
+        checkpoint_store=options.checkpoint_store,
         settings=settings,
     )
 
