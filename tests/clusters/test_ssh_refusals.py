@@ -23,7 +23,7 @@ from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
-from tutti.clusters.ssh_prepare import prepare_hosts
+from tutti.clusters.ssh_prepare import PreparedHost, prepare_hosts
 from tutti.commands.run_options import RunOptions
 from tutti.commands.submit import states, submit_run
 from tutti.errors import LaunchError
@@ -443,3 +443,21 @@ def test_a_driver_of_another_machine_without_a_sign_of_life_is_lost(
     assert found.reason == "its driver on login1 has given no sign of life for 7 minutes; ask there"
     driver_job.give_signs_of_life()
     assert wait_until(lambda: driver_job.job_status(name).state == "running", 10)
+
+
+def test_failures_of_an_earlier_start_are_removed_also_from_a_shared_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = PreparedHost(
+        host=SshHost(address="a"), python_path="", directory=str(tmp_path), folder=str(tmp_path), first_of=0, resume="",
+        address="10.0.0.1", outside="", port=1234,
+    )  # fmt: skip
+    monkeypatch.setattr(ssh, "prepare_hosts", lambda *_: ([place], True))
+    monkeypatch.setattr(ssh, "start_driver", lambda *_: "1-1")
+    (tmp_path / "ranks/0").mkdir(parents=True)
+    (error := tmp_path / "ranks/0/error.json").write_text("{}")
+    request = JobRequest(
+        name="x", folder=tmp_path, directory=tmp_path, words=("t.py",), script="t.py", settings={"hosts": "a:1"}
+    )
+    assert Ssh().submit(request) == "1-1"
+    assert not error.exists()
