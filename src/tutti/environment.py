@@ -1,11 +1,12 @@
 """Environment variables, which are read only here: which rank this process is, and what the launcher asks of it."""
 
+import contextlib
 import math
 import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -600,9 +601,18 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tutti"
 
 
+def sent_files(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Return the files that a job sends along to its pods, and remove the variable, which children do not need."""
+    return environ.pop(FILES_VARIABLE, "")
+
+
 def completion_index(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of this pod among those of its Indexed Job on Kubernetes."""
     return _number(environ, "JOB_COMPLETION_INDEX")
+
+
+FILES_VARIABLE = "TUTTI_SENT_FILES"
+"""The variable of a pod that has the files of the submitting machine that the command names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,11 +641,20 @@ def ray_address(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS") or ""
 
 
-def state_ray_address(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let Ray's client use an address, whatever the user's variables say.
+@contextlib.contextmanager
+def stated_ray_address(address: str, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let Ray's client use an address while the context lasts, whatever the user's variables say.
 
     Args:
         address: of the cluster's dashboard.
         environ: the variables.
     """
+    before = environ.get("RAY_API_SERVER_ADDRESS")
     environ["RAY_API_SERVER_ADDRESS"] = address
+    try:
+        yield
+    finally:
+        if before is None:
+            environ.pop("RAY_API_SERVER_ADDRESS", None)
+        else:
+            environ["RAY_API_SERVER_ADDRESS"] = before

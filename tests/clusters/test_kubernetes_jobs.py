@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import tutti
 from clusters.kubernetes_rig import KUBECONFIG, TOKEN, Cluster, Refusal, kubernetes
 from launch.launch_rig import TUTTI, free_port, wait_until
 from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
@@ -170,6 +171,13 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], sai
     assert said in refusal(request_for(tmp_path / "run", **settings))
 
 
+def test_only_the_store_of_the_run_keeps_a_pod_s_checkpoints(tmp_path: Path) -> None:
+    request = replace(request_for(tmp_path / "run"), nodes=1, nproc=(4,), script="train.py")
+    request = replace(request, words=("train.py", "--checkpoint-store", "s3://the/script's"))
+    assert "the run folder would end with the pods" in refusal(request)
+    assert "- s3://b/run\n" in Kubernetes().preview(replace(request, checkpoint_store="s3://b/run"))
+
+
 def test_a_file_of_this_machine_without_a_place_in_the_pods_is_refused(tmp_path: Path) -> None:
     request = request_for(tmp_path / "run", volumes="runs:/runs", folder="/runs")
     words = refusal(replace(request, words=(f"{tmp_path}/train.py",)))
@@ -242,15 +250,23 @@ def test_why_pods_wait_and_cancelling_them(
     assert wait_until(lambda: not any(thing["kind"] in kinds for thing in list(cluster.things.values())), 10)
 
 
-def test_a_folder_whose_job_has_not_ended_takes_no_other(request_here: JobRequest) -> None:
+def test_a_folder_whose_job_has_not_ended_takes_no_other(
+    request_here: JobRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = with_settings(request_here, image="missing:1")
+    monkeypatch.chdir(request.directory)
     scheduler = Kubernetes()
     job = scheduler.submit(request)
     about = JobRecord(scheduler="kubernetes", job=job, name="x", nodes=2, nproc=None, submitted_utc="", log="")
     write_record(request.folder, about)
-    assert f"kubernetes job {job} still writes into {request.folder}" in refusal(request)
+    (request.directory / "train.py").touch()
+    for on in ("kubernetes", "slurm"):
+        with pytest.raises(LaunchError, match=f"^kubernetes job {job} still writes into run; wait for its end"):
+            tutti.submit("train.py", on=on, folder="run", nproc=1, settings=request.settings if on != "slurm" else {})
     scheduler.cancel(job)
-    assert scheduler.submit(request) != job
+    found = tutti.submit("train.py", on="kubernetes", folder="run", nproc=1, settings=request.settings)
+    assert found.status().state == "pending"
+    found.cancel()
 
 
 PROGRAM = """\

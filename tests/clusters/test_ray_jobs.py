@@ -2,23 +2,30 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
 from clusters.command_rig import tutti
 from launch.launch_rig import SCRIPTS, free_port, wait_until
-from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
+from tutti.clusters.local_files import packed_files
 from tutti.clusters.profile_file import with_requests
-from tutti.clusters.ray_api import RayJobInfo, checked_address, last_state, printed, refused
-from tutti.clusters.ray_driver import lost_because
+from tutti.clusters.ray_api import RayCluster, RayJobInfo, checked_address, last_state, printed, refused
+from tutti.clusters.ray_driver import AgentOfNode, RayDriver, lost_because
 from tutti.clusters.ray_jobs import RayJobs, status_of
 from tutti.clusters.ray_placement import described
 from tutti.clusters.ray_task import read_ray_settings, task_of
+from tutti.environment import ray_address
 from tutti.errors import LaunchError
 
 TRAIN = str(SCRIPTS / "train.py")
@@ -111,6 +118,77 @@ def test_a_cluster_that_is_not_there(project: Path) -> None:
     assert len(err.splitlines()) == 1, "one sentence"
 
 
+def test_a_run_may_go_on_where_its_earlier_cluster_does_not_answer(project: Path) -> None:
+    old, new = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    (project / "run").mkdir()
+    write_record(
+        project / "run", JobRecord(scheduler="ray", job="x", name="x", nodes=1, nproc=None, submitted_utc="", log="")
+    )
+    (project / "state/tutti/ray").mkdir(parents=True)
+    about = {"address": f"http://{old}", "inside": "", "log": "x"}
+    (project / "state/tutti/ray/x.json").write_text(json.dumps(about))
+    words = ("submit", "--on", "ray", "--folder", "run", "--nproc", "1", TRAIN)
+    code, _, err = tutti(project, {"RAY_ADDRESS": new, "XDG_STATE_HOME": str(project / "state")}, *words)
+    assert code == 2
+    warning, refusal = err.splitlines()
+    unknown = "whether the earlier job of run has ended is not known"
+    assert warning.startswith(f"{unknown}: the Ray cluster at http://{old} cannot be reached")
+    assert refusal.startswith(f"tutti: the Ray cluster at http://{new} cannot be reached")
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """What Ray's client asks a dashboard for when it is made."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(
+            {"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": ""}
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize("user", [None, "http://other:1"])
+def test_one_cluster_does_not_become_the_address_of_the_next(monkeypatch: pytest.MonkeyPatch, user: str | None) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    if user is not None:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", user)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            made = RayCluster(address)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert made._client.get_address() == address
+    assert ray_address() == (user or ""), "what the user's variables say"
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [(0, "it was stopped before it began"), (1, "it was stopped before it went on")]
+)
+def test_a_stop_while_nodes_are_asked_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch, before: int, said: str) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def never(*_: object, **__: object) -> None:
+        driver._stop()
+        raise ray.exceptions.GetTimeoutError
+
+    silent = SimpleNamespace(look=SimpleNamespace(remote=lambda *_, **__: None))
+    task = {"bundle": {}, "restarts": 0, "least_nodes": 2, "nodes": 2, "kind": "seen", "words": []}
+    driver = RayDriver(SimpleNamespace(get=never, exceptions=ray.exceptions), task)
+    driver._number = before + 1
+    nodes = [AgentOfNode(number, silent) for number in range(2)]
+    assert driver._generation(nodes, {}) == (False, said, 75)
+
+
 def told(state: str, reason: str = "", code: int | None = None) -> dict[str, object]:
     return {"state": state, "reason": reason, "nodes": "a,b", "code": code}
 
@@ -165,7 +243,7 @@ print(json.dumps([agent.look(task, first=number == 0)["problem"] for number in r
 agent.start({**task, "python": sys.argv[2]}, ["run", "x"], "the secret")
 output, command = b"", sys.argv[3]
 while True:
-    answer = agent.poll(len(output), command if output.count(b"\\n") > 1 else "", 0.2)
+    answer = agent.poll(len(output), command if output.count(b"\\n") > 2 else "", 0.2)
     output += answer["output"]
     if answer["code"] is not None:
         break
@@ -176,6 +254,7 @@ PYTHON = """\
 #!/bin/sh
 tr '\\0' ' ' < /proc/$$/cmdline; echo
 echo $TUTTI_SECRET ${OMP_NUM_THREADS-none} $MORE $$
+[ "$5" != --plan ] || { cat "$6"; echo; }
 exec sleep 60
 """
 
@@ -195,13 +274,18 @@ def agent(tmp_path: Path, task: dict[str, object], command: str) -> "subprocess.
 
 @pytest.mark.parametrize(("command", "code"), [("stop", 75), ("kill", -signal.SIGKILL)])
 def test_an_agent_starts_and_ends_what_it_is_told(tmp_path: Path, command: str, code: int) -> None:
-    with agent(tmp_path, agent_task(tmp_path / "disk/run"), command) as process:
+    (tmp_path / "plan.json").write_text("the plan")
+    _, files = packed_files(["--plan", "plan.json"], "", tmp_path)
+    with agent(tmp_path, agent_task(tmp_path / "disk/run", files=files), command) as process:
         out, _ = process.communicate(timeout=30)
     problems, (output, ended) = map(json.loads, out.splitlines())
     assert problems == ["", ""]
-    line, environment = output.splitlines()
+    line, environment, plan = output.splitlines()
+    assert plan == "the plan"
     assert "the secret" not in line
-    assert line.endswith("-u -m tutti.cli.main run x ")
+    found = re.search(r"-u -m tutti.cli.main run --plan (\S+/plan.json) x $", line)
+    assert found is not None, line
+    assert not Path(found[1]).parent.exists(), "it is removed with the end"
     assert environment.startswith("the secret 3 a b ")
     assert ended == code
 

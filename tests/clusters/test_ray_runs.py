@@ -17,6 +17,8 @@ import pytest
 
 from clusters.ray_rig import RayNodes, ray_nodes, without_ray
 from launch.launch_rig import tutti_run, wait_until
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,7 +166,10 @@ def test_stopped_with_a_checkpoint_where_folder_code_and_tutti_are_brought(
     (project / "tutti.toml").write_text(f'[run]\non = "ray"\nnnodes = 2\n[ray]\nfolder = "{disk}"\n')
     (project / "train.py").write_text(TRAIN + "job.print(tutti.__file__, pathlib.Path.cwd())\n")
     words = ("--no-predict", "--nproc", "1", "--folder", "run", str(project / "train.py"), str(EPOCHS))
-    code, out, err = cluster.tutti(project, "submit", "--json", *words, "0.3")
+    (project / "runs").mkdir()
+    plan = Plan(mesh={"replicate": 2}, batch=BatchPlan(global_batch_size=16))
+    serialization.save(plan, project / "runs/plan.json")  # which is not among what Ray copies
+    code, out, err = cluster.tutti(project, "submit", "--json", "--plan", "runs/plan.json", *words, "0.3")
     assert code == 0, err
     assert err.count("the run folder lies in the cluster") == 1
     inside = disk / json.loads(out)["job"]

@@ -15,14 +15,15 @@ import psutil
 import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh
-from launch.launch_rig import TUTTI
+from launch.launch_rig import TUTTI, wait_until
 from tutti.clusters import driver_job, ssh, ssh_agent
 from tutti.clusters.cluster_job import JobRequest, read_record
+from tutti.clusters.local_files import moved_word
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshHost, SshSettings, bash_script, read_hosts, read_ssh_settings, ssh_command
-from tutti.clusters.ssh_prepare import prepare_hosts
+from tutti.clusters.ssh_prepare import PreparedHost, prepare_hosts
 from tutti.commands.run_options import RunOptions
 from tutti.commands.submit import states, submit_run
 from tutti.errors import LaunchError
@@ -418,9 +419,45 @@ def test_paths_in_words_are_those_of_the_copy_however_they_are_written(tmp_path:
     words = (f"--root={here}", str(here), f"{link}/in", f"--x={here}/in/../plan", f"{here}/../beside", "in/../plan",
              "../project/plan", "../beside", "--y=../beside", "in/../../beside", f"{here}-2", "a" * 5000)  # fmt: skip
     request = JobRequest(name="", folder=tmp_path, directory=here, words=words)
-    assert [ssh._moved(word, here, "/there") for word in words[:6]] == [
+    assert [moved_word(word, here, "/there") for word in words[:6]] == [
         "--root=/there", "/there", "/there/in", "--x=/there/plan", f"{here}/../beside", "in/../plan",
     ]  # fmt: skip
-    assert ssh._moved(words[10], here, "/there") == f"{here}-2"
+    assert moved_word(words[10], here, "/there") == f"{here}-2"
     assert ssh._files(request) == ("plan", "plan", "plan")
     assert ssh._outside(request) == ("../beside", "in/../../beside")
+
+
+def test_a_driver_of_another_machine_without_a_sign_of_life_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_job, "state_folder", lambda: tmp_path)
+    monkeypatch.setattr(driver_job, "_BEAT_S", 0.01)
+    driver_job.save_state(replace(driver_job.own_state("running", "", "a,b", None), machine="login1"))
+    name = driver_job.job_name(os.getpid())
+    file = driver_job.state_file(name)
+    assert driver_job.job_status(name).state == "running"
+    old = file.stat().st_mtime - 400
+    os.utime(file, (old, old))
+    found = driver_job.job_status(name)
+    assert (found.state, found.exit_code) == ("unknown", None)
+    assert found.reason == "its driver on login1 has given no sign of life for 7 minutes; ask there"
+    driver_job.give_signs_of_life()
+    assert wait_until(lambda: driver_job.job_status(name).state == "running", 10)
+
+
+def test_failures_of_an_earlier_start_are_removed_also_from_a_shared_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = PreparedHost(
+        host=SshHost(address="a"), python_path="", directory=str(tmp_path), folder=str(tmp_path), first_of=0, resume="",
+        address="10.0.0.1", outside="", port=1234,
+    )  # fmt: skip
+    monkeypatch.setattr(ssh, "prepare_hosts", lambda *_: ([place], True))
+    monkeypatch.setattr(ssh, "start_driver", lambda *_: "1-1")
+    (tmp_path / "ranks/0").mkdir(parents=True)
+    (error := tmp_path / "ranks/0/error.json").write_text("{}")
+    request = JobRequest(
+        name="x", folder=tmp_path, directory=tmp_path, words=("t.py",), script="t.py", settings={"hosts": "a:1"}
+    )
+    assert Ssh().submit(request) == "1-1"
+    assert not error.exists()

@@ -40,6 +40,7 @@ class JobRequest:
         grace_s: seconds that ranks have to write a checkpoint when the job is stopped.
         script: the script's path as the command names it; empty for a module.
         restarts: how often the ranks are started again after failures.
+        checkpoint_store: the object store for checkpoints, if there is one.
         settings: the scheduler's own settings, such as a partition.
     """
 
@@ -54,6 +55,7 @@ class JobRequest:
     grace_s: float = 30.0
     script: str = ""
     restarts: int = 0
+    checkpoint_store: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +24,12 @@ from tutti.errors import LaunchError
 
 CANCEL = signal.SIGUSR1
 """The signal that ends a job at once; SIGTERM lets the ranks write a checkpoint first."""
+
+_BEAT_S = 60.0
+"""Seconds between two signs of life that a driver gives by touching its state, for machines that share this home."""
+
+_LOST_S = 300.0
+"""Seconds without one after which a driver of another machine counts as lost."""
 
 _CANCEL_S = 25.0
 
@@ -102,8 +110,36 @@ def job_status(job: str) -> JobStatus:
     if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
         reason = "its driver on this machine was killed, so the hosts have ended the ranks"
         return JobStatus(state="failed", reason=reason, nodes=state.nodes, exit_code=1)
+    if state.exit_code is None and state.machine != socket.gethostname() and _silent_s(job) > _LOST_S:
+        reason = (
+            f"its driver on {state.machine} has given no sign of life for {_silent_s(job) / 60:.0f} minutes; ask there"
+        )
+        return JobStatus(state="unknown", reason=reason, nodes=state.nodes)
     known: Any = state.state
     return JobStatus(state=known, reason=state.reason, nodes=state.nodes, exit_code=state.exit_code)
+
+
+def _silent_s(job: str) -> float:
+    """Return how long ago a driver gave a sign of life, by the clock of the disk that has its state."""
+    try:
+        with tempfile.TemporaryFile(dir=state_file(job).parent) as probe:
+            now = os.fstat(probe.fileno()).st_mtime
+        return now - state_file(job).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def give_signs_of_life() -> None:
+    """Touch the state of the job whose driver is this process each minute, from a thread, until the process ends."""
+    file = state_file(job_name(os.getpid()))
+
+    def touch() -> None:
+        while True:
+            time.sleep(_BEAT_S)
+            with contextlib.suppress(OSError):
+                os.utime(file)
+
+    threading.Thread(target=touch, name="tutti state", daemon=True).start()
 
 
 def save_state(state: JobState) -> None:
@@ -189,6 +225,12 @@ def start_driver(module: str, job: dict[str, Any], log: Path, timeout_s: float) 
         process.wait()
         raise
     return name
+
+
+def remove_errors(folder: Path) -> None:
+    """Remove the failures of an earlier start, which would be taken for those of the next one."""
+    for error in folder.glob("ranks/*/error.json"):
+        error.unlink(missing_ok=True)
 
 
 def first_error(folder: Path) -> str:

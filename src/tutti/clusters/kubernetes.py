@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tutti.clusters.cluster_job import RECORD, JobRequest, JobStatus, NodeCommand, read_record
+from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand
 from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.kubernetes_api import Cluster, cluster_of, package, pod_index
 from tutti.clusters.kubernetes_manifest import (
@@ -94,7 +94,6 @@ class Kubernetes:
         request = replace(request, resume=_resumed(request, folder))
         job, service, secret = manifests(request, settings, name, folder, kind)
         cluster = cluster_of(settings.context, settings.kubeconfig)
-        self._refuse_busy(request.folder)
         space = settings.namespace or cluster.namespace
         mark = {"folder": folder if kind == "inside" else "", "job": name}
         (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
@@ -115,16 +114,6 @@ class Kubernetes:
                 file=sys.stderr,
             )
         return f"{space}/{name}"
-
-    def _refuse_busy(self, folder: Path) -> None:
-        """Refuse a folder whose job still runs. Raises LaunchError."""
-        if not (folder / RECORD).exists():
-            return
-        record = read_record(folder)
-        if record.scheduler == "kubernetes" and self.status(record.job).state in ("pending", "running"):
-            raise LaunchError(
-                f"kubernetes job {record.job} still writes into {folder}; wait for its end, or `tutti cancel` it"
-            )
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG)
@@ -217,24 +206,13 @@ def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tupl
         )
     if is_mounted(str(request.folder), settings):
         return "seen", str(request.folder)
-    store = _store(request)
-    if store is not None and request.nodes == 1:
-        return store, f"/tmp/tutti/{name}"
+    if request.checkpoint_store is not None and request.nodes == 1:
+        return request.checkpoint_store, f"/tmp/tutti/{name}"
     other = "; a single pod can leave its checkpoints in --checkpoint-store URL" if request.nodes == 1 else ""
     raise LaunchError(
         "the run folder would end with the pods; keep it on a volume: --request volumes=CLAIM:/runs "
         f"--request folder=/runs{other}"
     )
-
-
-def _store(request: JobRequest) -> str | None:
-    words = request.words
-    for number, word in enumerate(words):
-        if word == "--checkpoint-store" and number + 1 < len(words):
-            return words[number + 1]
-        if word.startswith("--checkpoint-store="):
-            return word.partition("=")[2]
-    return None
 
 
 def _earlier_folder(folder: Path) -> str:

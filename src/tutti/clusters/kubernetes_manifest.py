@@ -4,13 +4,16 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.local_files import moved_word, packed_files, path_in_word
 from tutti.clusters.profile_file import listed, mapped, read_cluster_settings
+from tutti.environment import FILES_VARIABLE
 from tutti.errors import RESUMABLE, LaunchError
 
 CONTAINER = "tutti"
@@ -33,7 +36,7 @@ COMMAND = "command"
 ENDED = "tutti-ended "
 """Begins the last line of such a pod; the exit code of the command follows."""
 
-_SECRET_KEY = "secret"
+_SECRET_KEY, _FILES_KEY = "secret", "files"
 
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f]*$")]
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?([EPTGM]i?|[kK]i|k)?$")]
@@ -114,7 +117,7 @@ def read_kubernetes_settings(given: Mapping[str, Any]) -> KubernetesSettings:
     settings = read_cluster_settings(KubernetesSettings, given, "kubernetes")
     if settings.image is None:
         raise LaunchError("a run on Kubernetes needs an image with tutti; name it with --request image=NAME:TAG")
-    reserved = {"TUTTI_SECRET", "JOB_COMPLETION_INDEX"} & {*settings.env, *settings.secret_env}
+    reserved = {"TUTTI_SECRET", FILES_VARIABLE, "JOB_COMPLETION_INDEX"} & {*settings.env, *settings.secret_env}
     if reserved:
         raise LaunchError(f"kubernetes setting env: {min(reserved)} is made for each run; leave it out")
     return settings
@@ -155,7 +158,7 @@ def is_mounted(path: str, settings: KubernetesSettings) -> bool:
 def manifests(
     request: JobRequest, settings: KubernetesSettings, name: str, folder: str, kind: str
 ) -> list[dict[str, Any]]:
-    """Return the Job, the Service and the Secret of a run; the Secret has no value yet.
+    """Return the Job, the Service and the Secret of a run; the Secret has only the files that are sent along yet.
 
     Args:
         request: what the job is to run.
@@ -168,10 +171,16 @@ def manifests(
     Raises:
         LaunchError: a word names a file of this machine that has no place in the pods.
     """
+    same = settings.directory in (None, str(request.directory))
+    words, files = packed_files(
+        request.words, request.script, request.directory, lambda path: same and is_mounted(path, settings)
+    )
+    request = replace(request, words=tuple(words))
     labels = {LABEL: name, "app.kubernetes.io/managed-by": "tutti"}
     about: dict[str, Any] = {"name": name, "labels": labels}
     if settings.namespace is not None:
         about = {**about, "namespace": settings.namespace}
+    pod = _pod(request, settings, name, folder, kind, files)
     queue = {QUEUE_LABEL: settings.queue} if settings.queue is not None else {}
     job = {
         "apiVersion": "batch/v1",
@@ -185,7 +194,7 @@ def manifests(
             "backoffLimit": request.restarts,
             "podFailurePolicy": _failure_policy(),
             "ttlSecondsAfterFinished": settings.ttl,
-            "template": {"metadata": {"labels": labels}, "spec": _pod(request, settings, name, folder, kind)},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
     service = {
@@ -200,12 +209,12 @@ def manifests(
         },
     }
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "immutable": True}
-    return [job, service, secret]
+    return [job, service, {**secret, "stringData": {_FILES_KEY: files}} if files else secret]
 
 
 def with_secret(secret: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return a Secret with its value."""
-    return {**secret, "stringData": {_SECRET_KEY: text}}
+    return {**secret, "stringData": {**secret.get("stringData", {}), _SECRET_KEY: text}}
 
 
 def owned(thing: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +242,9 @@ def _failure_policy() -> dict[str, Any]:
     return {"rules": [on_code("Ignore", RESUMABLE), lost, on_code("FailJob", 1, 2)]}
 
 
-def _pod(request: JobRequest, settings: KubernetesSettings, name: str, folder: str, kind: str) -> dict[str, Any]:
+def _pod(
+    request: JobRequest, settings: KubernetesSettings, name: str, folder: str, kind: str, files: str
+) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if settings.shared_memory is not None:
         volumes[0]["emptyDir"]["sizeLimit"] = settings.shared_memory
@@ -246,7 +257,7 @@ def _pod(request: JobRequest, settings: KubernetesSettings, name: str, folder: s
         "restartPolicy": "Never",
         "subdomain": name,
         "terminationGracePeriodSeconds": math.ceil(request.grace_s) + EXTRA_GRACE_S,
-        "containers": [_container(request, settings, name, folder, kind, places)],
+        "containers": [_container(request, settings, name, folder, kind, places, files)],
         "volumes": volumes,
     }
     if settings.user is not None or settings.group is not None:
@@ -271,6 +282,7 @@ def _container(
     folder: str,
     kind: str,
     places: list[dict[str, str]],
+    files: str,
 ) -> dict[str, Any]:
     directory, words = _placed(request, settings)
     resume = f"{request.resume or ''}"
@@ -280,6 +292,9 @@ def _container(
         node = ["sh", "-c", "\n".join(["set -e", *settings.setup, 'exec "$@"']), "sh", *node]
     secret = {"secretKeyRef": {"name": name, "key": _SECRET_KEY}}
     variables: list[dict[str, Any]] = [{"name": "TUTTI_SECRET", "valueFrom": secret}]
+    if files:
+        of_files = {"secretKeyRef": {"name": name, "key": _FILES_KEY}}
+        variables.append({"name": FILES_VARIABLE, "valueFrom": of_files})
     variables += [{"name": key, "value": value} for key, value in settings.env.items()]
     for variable, place in settings.secret_env.items():
         of, _, key = place.partition("/")
@@ -317,20 +332,18 @@ def _placed(request: JobRequest, settings: KubernetesSettings) -> tuple[str | No
     Raises:
         LaunchError: a word names such a file, and no directory is known.
     """
-    here = f"{request.directory}/"
     directory = settings.directory
     if directory is None and str(request.directory) != "/" and is_mounted(str(request.directory), settings):
         directory = str(request.directory)
     words = []
     for word in request.words:
-        head, equals, path = word.rpartition("=") if not word.startswith("/") else ("", "", word)
-        if path.startswith(here) and directory is None:
+        found = path_in_word(word, request.directory)
+        if found is not None and directory is None:
             raise LaunchError(
-                f"{path} is a file of this machine; name the folder of the project in the image or on a volume with "
-                "--request directory=PATH, or give a relative path"
+                f"{request.directory / found[1]} is a file of this machine; name the folder of the project in the "
+                "image or on a volume with --request directory=PATH, or give a relative path"
             )
-        inside = f"{str(directory).rstrip('/')}/{path.removeprefix(here)}" if path.startswith(here) else path
-        words.append(f"{head}{equals}{inside}")
+        words.append(moved_word(word, request.directory, str(directory)))
     return directory, words
 
 

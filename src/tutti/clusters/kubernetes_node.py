@@ -17,8 +17,9 @@ from pathlib import Path
 
 from tutti.clusters.cluster_job import NodeCommand
 from tutti.clusters.kubernetes_manifest import COMMAND, ENDED, MARK
+from tutti.clusters.local_files import SentFiles
 from tutti.config.run_folder import RunFolder
-from tutti.environment import completion_index
+from tutti.environment import completion_index, sent_files
 from tutti.errors import RESUMABLE, LaunchError
 
 _POLL_S = 1.0
@@ -179,7 +180,9 @@ def main() -> None:
     if int(nodes) > 1:
         hosts = [rendezvous.format(number).rpartition(":")[0] for number in range(int(nodes))]
         wait_for_names(hosts, lambda host: socket.getaddrinfo(host, None))
-    code = child.run(arguments)
+    files = SentFiles(sent_files())
+    code = child.run(files.in_command(arguments))
+    files.remove()
     if kind == COMMAND:
         print(f"{ENDED}{code}", flush=True)
         code = 0

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
-from tutti.clusters.driver_job import cancel_driver, job_status, read_state, running_driver, start_driver
+from tutti.clusters.driver_job import (
+    cancel_driver,
+    job_status,
+    read_state,
+    remove_errors,
+    running_driver,
+    start_driver,
+)
 from tutti.clusters.mpi_hosts import (
     MpiSettings,
     chosen_nodes,
@@ -50,8 +57,7 @@ class Mpi:
         )
 
     def submit(self, request: JobRequest) -> str:
-        for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
-            error.unlink(missing_ok=True)
+        remove_errors(request.folder)
         name = ""
         try:
             with interrupts_let_through():

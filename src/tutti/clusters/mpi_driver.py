@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tutti.clusters.driver_job import CANCEL, first_error, own_state, save_state
+from tutti.clusters.driver_job import CANCEL, first_error, give_signs_of_life, own_state, save_state
 from tutti.clusters.mpi_hosts import MpiSettings, explain_mpirun, stated_variables
 from tutti.clusters.mpi_node import read_line
 from tutti.clusters.node_run import BEAT_S, LOST_S
@@ -190,6 +190,7 @@ class MpiDriver:
                 self._write("failed", 2, problem, began=False)
                 return
             self._write("running", None)
+            give_signs_of_life()
             self._mpirun.command("go", rendezvous=rendezvous)
             self._watch()
             self._conclude()

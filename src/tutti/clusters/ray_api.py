@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tutti.clusters.ray_driver import STATE
 from tutti.config.safe_text import plain_text, shorten
-from tutti.environment import RaySign, ray_sign, state_ray_address
+from tutti.environment import RaySign, ray_sign, stated_ray_address
 from tutti.errors import LaunchError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -54,8 +54,7 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._address = address
         _reach(address)
-        state_ray_address(address)  # Ray lets its variables count more than an argument
-        with self._in_words():
+        with stated_ray_address(address), self._in_words():  # Ray lets its variables count more than an argument
             self._client = package("ray.job_submission").JobSubmissionClient(address)
         self._logs: dict[str, tuple[str, float, float]] = {}
 

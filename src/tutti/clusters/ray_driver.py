@@ -96,7 +96,7 @@ class RayDriver:
             try:
                 group, size = self._placement.place()
             except StoppedError:
-                say_state("ended", "it was stopped before it began", code=RESUMABLE)
+                say_state("ended", self._not_begun(self._number), code=RESUMABLE)
                 return RESUMABLE
             self._number, self._leave = self._number + 1, ""
             nodes = [AgentOfNode(number, agent) for number, agent in enumerate(self._agents(group, size))]
@@ -269,7 +269,13 @@ class RayDriver:
             return self._after_loss(f"{words}; does its node lack memory?", counts=True)
         if RESUMABLE in codes and self._leave and not self._stopped:
             return True, self._leave, 0
+        if RESUMABLE in codes and all(node.call is None for node in nodes):
+            return False, self._not_begun(self._number - 1), RESUMABLE
         return False, "it stopped with a checkpoint" if RESUMABLE in codes else "", max(codes)
+
+    def _not_begun(self, before: int) -> str:
+        """Say that it was stopped while nodes were got ready, after a number of generations."""
+        return f"it was stopped before it {'went on' if before else 'began'}"
 
     def _after_loss(self, words: str, *, counts: bool) -> tuple[bool, str, int]:
         if (self._restarts or not counts) and not self._stopped:

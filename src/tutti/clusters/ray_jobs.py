@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tutti.clusters.cluster_job import RECORD, JobRequest, JobState, JobStatus, NodeCommand, read_record
+from tutti.clusters.cluster_job import JobRequest, JobState, JobStatus, NodeCommand
 from tutti.clusters.ray_api import (
     DEFAULT_ADDRESS,
     RayCluster,
@@ -100,12 +100,12 @@ class RayJobs:
         settings = read_ray_settings(request.settings)
         name = f"tutti-{plain_name(request.name)}-{secrets.token_hex(3)}"
         task = task_of(request, settings, name)
-        cluster = ray_cluster(_dashboard(settings))
-        self._refuse_busy(request.folder)
+        address = _dashboard(settings)
+        cluster = ray_cluster(address)
         inside = task["folder"] if task["kind"] == "inside" else ""
         (request.folder / MARK).write_text(json.dumps({"job": name, "inside": inside}) + "\n", encoding="utf-8")
         cluster.submit(name, entrypoint(json.dumps(task)), runtime_env_of(request, settings))
-        _write_state(name, RayJob(address=_dashboard(settings), inside=inside, log=self.log(request, name)))
+        _write_state(name, RayJob(address=address, inside=inside, log=self.log(request, name)))
         if inside:
             print(
                 f"the run folder lies in the cluster ({inside}), so steps and loss are not shown here; {LOG} has what "
@@ -113,16 +113,6 @@ class RayJobs:
                 file=sys.stderr,
             )
         return name
-
-    def _refuse_busy(self, folder: Path) -> None:
-        """Refuse a folder whose job still runs. Raises LaunchError."""
-        if not (folder / RECORD).exists():
-            return
-        record = read_record(folder)
-        if record.scheduler == "ray" and self.status(record.job).state in ("pending", "running"):
-            raise LaunchError(
-                f"ray job {record.job} still writes into {folder}; wait for its end, or `tutti cancel` it"
-            )
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG)

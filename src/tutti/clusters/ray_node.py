@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.clusters.local_files import SentFiles
 from tutti.errors import RESUMABLE
 from tutti.launch import process_tree
 
@@ -48,6 +49,7 @@ class NodeAgent:
         self._lock = threading.Condition()
         self._output, self._begin = b"", 0
         self._told, self._cancelled = False, False
+        self._files: SentFiles | None = None
         process_tree.adopt_orphans()
 
     def look(self, task: dict[str, Any], *, first: bool) -> dict[str, Any]:
@@ -83,10 +85,21 @@ class NodeAgent:
         script = _START.format(
             threads="" if task["keeps_threads"] else about, setup="\n".join(["set -e", *task["setup"]])
         )
-        python = task["python"] or sys.executable
+        python, self._files = task["python"] or sys.executable, SentFiles(task.get("files", ""))
         become = [sys.executable, "-m", "tutti.clusters.ray_node", str(os.getpid())]
         self._process = subprocess.Popen(
-            [*become, "sh", "-c", script, "sh", python, "-u", "-m", "tutti.cli.main", *arguments],
+            [
+                *become,
+                "sh",
+                "-c",
+                script,
+                "sh",
+                python,
+                "-u",
+                "-m",
+                "tutti.cli.main",
+                *self._files.in_command(arguments),
+            ],
             cwd=task["directory"] or None,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -124,6 +137,8 @@ class NodeAgent:
             self._reader.join(1.0)  # but do not wait for a process that holds the output open
         with self._lock:
             data, more = self._output[:_MOST_NBYTES], len(self._output) > _MOST_NBYTES
+        if code is not None and self._files is not None:
+            self._files.remove()
         if code == -signal.SIGTERM and self._told:
             code = RESUMABLE  # it had not begun yet
         return {"output": data, "code": None if more else code, "cancelled": self._cancelled}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tutti.clusters.cluster_job import JobRequest, NodeCommand
+from tutti.clusters.local_files import moved_word, packed_files
 from tutti.clusters.profile_file import listed, mapped, read_cluster_settings
 from tutti.clusters.ray_driver import EXTRA_GRACE_S
 from tutti.clusters.ray_node import MARK
@@ -112,6 +113,9 @@ def task_of(request: JobRequest, settings: RaySettings, job: str) -> dict[str, A
     cpus = settings.cpus or (max(request.nproc) if request.nproc else None)
     if cpus is None:
         raise LaunchError("a run on Ray reserves cores for its ranks; say how many ranks a node has with --nproc N")
+    words, files = list(request.words), ""
+    if uploads or kind == "inside":  # nodes do not see this machine's files
+        words, files = packed_files(words, request.script, request.directory)
     bundle = {
         "CPU": cpus,
         "GPU": settings.gpus,
@@ -123,7 +127,8 @@ def task_of(request: JobRequest, settings: RaySettings, job: str) -> dict[str, A
         "folder": folder,
         "resume": "" if resume is None or str(resume) == folder else str(resume),
         "directory": "" if uploads else settings.directory or str(request.directory),
-        "words": _relative(request) if uploads else list(request.words),
+        "words": [moved_word(word, request.directory, ".") for word in words] if uploads else words,
+        "files": files,
         "nodes": request.nodes,
         "least_nodes": request.least_nodes or request.nodes,
         "grow_s": settings.grow_s,
@@ -158,16 +163,6 @@ def _uploads(settings: RaySettings) -> bool:
     if settings.sync is None:
         return settings.folder is not None and settings.directory is None
     return settings.sync == "upload"
-
-
-def _relative(request: JobRequest) -> list[str]:
-    """Return the words with paths of this directory as they are in its copy."""
-    here = f"{request.directory}/"
-    words = []
-    for word in request.words:
-        head, equals, path = word.rpartition("=") if not word.startswith("/") else ("", "", word)
-        words.append(f"{head}{equals}{path.removeprefix(here)}")
-    return words
 
 
 def _nbytes(size: str) -> int:

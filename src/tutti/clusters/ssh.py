@@ -14,7 +14,8 @@ from typing import Any
 
 from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand, interrupts_let_through
 from tutti.clusters.cluster_resources import ClusterNode, NodePool
-from tutti.clusters.driver_job import cancel_driver, job_status, running_driver, start_driver
+from tutti.clusters.driver_job import cancel_driver, job_status, remove_errors, running_driver, start_driver
+from tutti.clusters.local_files import moved_word, path_below
 from tutti.clusters.ssh_hosts import (
     SshHost,
     SshSettings,
@@ -80,14 +81,11 @@ class Ssh:
     def submit(self, request: JobRequest) -> str:
         settings = read_ssh_settings(request.settings)
         hosts = _chosen(settings, request.directory, request.nodes)
-        _refuse_busy(request.folder)
         needs = _needs(request, settings, hosts, _remote_name(request.folder))
         with interrupts_let_through():
             prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
         where = _rendezvous(settings, prepared)
-        if not shared:
-            for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
-                error.unlink(missing_ok=True)
+        remove_errors(request.folder)
         tasks = []
         for number, place in enumerate(prepared):
             words = _node_words(request, place, number, len(prepared), where, shared=shared)
@@ -139,7 +137,7 @@ class Ssh:
             for number, place in enumerate(prepared):
                 words = command.on_node(number, len(hosts), nproc, where)
                 if not shared and not needs.bare:
-                    words = [_moved(word, request.directory, place.directory) for word in words]
+                    words = [moved_word(word, request.directory, place.directory) for word in words]
                 # What a host prints is all that comes back: its folder goes at the end.
                 fields: dict[str, Any] = {"fetch": "none", "ranks": None, "checkpoints": False, "known": {}, "had": []}
                 fields |= {"folder": place.folder, "directory": place.directory, "python_path": place.python_path}
@@ -184,16 +182,6 @@ class Ssh:
         cancel_driver(job, "ssh")
 
 
-def _refuse_busy(folder: Path) -> None:
-    """Refuse a folder whose job over ssh still runs. Raises LaunchError."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        if record["scheduler"] == "ssh" and not job_status(record["job"]).ended:
-            raise LaunchError(
-                f"ssh job {record['job']} still writes into {folder}; wait for its end, or `tutti cancel` it"
-            )
-
-
 def _chosen(settings: SshSettings, directory: Path, nnodes: int | None) -> tuple[SshHost, ...]:
     """Return the first hosts, as many as are asked for. Raises LaunchError if there are fewer."""
     hosts = read_hosts(settings, directory)
@@ -226,7 +214,7 @@ def _files(request: JobRequest) -> tuple[str, ...]:
     found = []
     for word in request.words:
         for text in (word, word.partition("=")[2]):
-            name = _below(text, request.directory) if text and text != request.script else None
+            name = path_below(text, request.directory) if text and text != request.script else None
             if name is not None and os.path.isfile(request.directory / name):
                 found.append(name)
     return tuple(found)
@@ -239,20 +227,9 @@ def _outside(request: JobRequest) -> tuple[str, ...]:
         text
         for text in dict.fromkeys(texts)
         if os.path.normpath(text).startswith("../")
-        and _below(text, request.directory) is None
+        and path_below(text, request.directory) is None
         and os.path.exists(request.directory / text)
     )
-
-
-def _below(text: str, here: Path) -> str | None:
-    """Return a path relative to a directory, whatever leads there; None if it is not below it."""
-    for path, top in (
-        (os.path.normpath(here / text), str(here)),
-        (os.path.realpath(here / text), os.path.realpath(here)),
-    ):
-        if path == top or path.startswith(f"{top}/"):
-            return os.path.relpath(path, top)
-    return None
 
 
 def _remote_name(folder: Path) -> str:
@@ -295,14 +272,7 @@ def _node_words(
         found += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
     if shared or str(request.directory) == place.directory:
         return [*found, *request.words]
-    return [*found, *(_moved(word, request.directory, place.directory) for word in request.words)]
-
-
-def _moved(word: str, here: Path, there: str) -> str:
-    """Return a word with the absolute path in it, or in an option, moved from one directory to another."""
-    option, equals, path = ("", "", word) if word.startswith("/") else word.partition("=")
-    name = _below(path, here) if path.startswith("/") else None
-    return word if name is None else f"{option}{equals}{os.path.normpath(f'{there}/{name}')}"
+    return [*found, *(moved_word(word, request.directory, place.directory) for word in request.words)]
 
 
 def _sent_back(

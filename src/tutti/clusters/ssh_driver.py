@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tutti.clusters.driver_job import CANCEL, first_error, own_state, save_state
+from tutti.clusters.driver_job import CANCEL, first_error, give_signs_of_life, own_state, save_state
 from tutti.clusters.node_run import BEAT_S, LOST_S
 from tutti.clusters.ssh_node import FRAME
 from tutti.config.safe_text import plain_text
@@ -231,6 +231,7 @@ class Driver:
         self._stopped = self._cancelled = False
         self._reason, self._deadline = "", float("inf")
         self._write("running", None)
+        give_signs_of_life()
         secret = secrets.token_hex(32)
         self._links = [HostLink(task, secret, self._results) for task in job["hosts"]]
 

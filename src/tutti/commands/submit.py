@@ -162,6 +162,8 @@ def submit_run(
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
     folder = _folder(options, dry_run=dry_run)
+    if not dry_run:
+        _refuse_busy(folder)
     for option, value in (files or {}).items():
         file = folder / f"given-{option}.json"
         words = (f"--{option}", str(file), *words)
@@ -262,6 +264,7 @@ def _request(
         grace_s=options.grace_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
+        checkpoint_store=options.checkpoint_store,
         settings=settings,
     )
 
@@ -286,6 +289,24 @@ def _folder(options: RunOptions, *, dry_run: bool) -> Path:
     if asked is None and resume is not None and (resume / RECORD).exists():
         asked = resume  # also where the run itself lies in the cluster
     return run_folder(asked, resume, options.name)
+
+
+def _refuse_busy(folder: Path) -> None:
+    """Refuse a folder into which an earlier job still writes, whichever scheduler has it.
+
+    Raises:
+        LaunchError: the job waits or runs.
+    """
+    if not (folder / RECORD).exists():
+        return
+    try:
+        record = read_record(folder)
+        job, state = f"{record.scheduler} job {record.job}", scheduler_for(record.scheduler).status(record.job).state
+    except LaunchError as error:
+        warn(f"whether the earlier job of {short(folder)} has ended is not known: {error}")
+        return
+    if state in ("pending", "running"):
+        raise LaunchError(f"{job} still writes into {short(folder)}; wait for its end, or `tutti cancel` it")
 
 
 def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:
