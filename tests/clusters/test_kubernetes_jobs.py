@@ -182,6 +182,7 @@ def test_a_file_of_this_machine_without_a_place_in_the_pods_is_refused(tmp_path:
     request = request_for(tmp_path / "run", volumes="runs:/runs", folder="/runs")
     words = refusal(replace(request, words=(f"{tmp_path}/train.py",)))
     assert "name the folder of the project in the image or on a volume with --request directory=PATH" in words
+    assert "--time-limit: pods that have stopped" in refusal(replace(request, words=("train.py",), time_limit_s=60.0))
 
 
 def test_clusters_that_do_not_answer_are_named(request_here: JobRequest, cluster: Cluster, tmp_path: Path) -> None:

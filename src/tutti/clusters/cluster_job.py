@@ -38,6 +38,7 @@ class JobRequest:
         least_nodes: fewest nodes that it may have; None if their number is fixed.
         nproc: ranks per node, one number for all nodes or one for each; None leaves it to the plan.
         grace_s: seconds that ranks have to write a checkpoint when the job is stopped.
+        time_limit_s: seconds after which the ranks stop with a checkpoint by themselves; None for no limit.
         script: the script's path as the command names it; empty for a module.
         restarts: how often the ranks are started again after failures.
         checkpoint_store: the object store for checkpoints, if there is one.
@@ -53,6 +54,7 @@ class JobRequest:
     least_nodes: int | None = None
     nproc: tuple[int, ...] | None = None
     grace_s: float = 30.0
+    time_limit_s: float | None = None
     script: str = ""
     restarts: int = 0
     checkpoint_store: str | None = None

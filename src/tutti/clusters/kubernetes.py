@@ -196,8 +196,13 @@ def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tupl
     """Return where pods keep the run: its kind, as `manifests` knows it, and the folder.
 
     Raises:
-        LaunchError: the folder would end with the pods.
+        LaunchError: the folder would end with the pods, or they would be made again after the run's time limit.
     """
+    if request.time_limit_s is not None:
+        raise LaunchError(
+            "--time-limit: pods that have stopped with a checkpoint are made again, so the run would go on; leave it "
+            "out, and end the run with `tutti cancel --checkpoint`"
+        )
     if settings.folder is not None:
         if is_mounted(settings.folder, settings):
             return "inside", _earlier_folder(request.folder) or f"{settings.folder.rstrip('/')}/{name}"

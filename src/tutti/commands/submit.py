@@ -262,6 +262,7 @@ def _request(
         least_nodes=options.least_nodes,
         nproc=nproc,
         grace_s=options.grace_s,
+        time_limit_s=options.time_limit_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
         checkpoint_store=options.checkpoint_store,
