@@ -46,7 +46,8 @@ def test_a_run_is_kept_in_a_store_and_goes_on_on_another_machine(
     done = row_steps(files.cat_file("bucket/kept/run/metrics.jsonl"))
     assert done == [*range(1, done[-1] + 1)]
     assert files.exists("bucket/kept/run/ranks/1/stdout.log")
-    assert not [name for name in files.find("bucket/kept/run") if "/checkpoints/" in name or "/." in name]
+    hidden = [name for name in files.find("bucket/kept/run") if "/checkpoints/" in name or "/." in name]
+    assert hidden == ["bucket/kept/run/.begun"], "by which it was found that the store can be written"
     shutil.rmtree(one)
     epochs = str(done[-1] // 4 + 2)
     with start(other, s3, "--folder", address, "train.py", epochs) as run:

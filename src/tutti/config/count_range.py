@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tutti.errors import LaunchError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountRange:
     """A range of ranks per node, or of nodes."""
 
@@ -65,4 +65,4 @@ def _range(text: str) -> CountRange:
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in parts]
     if len(numbers) != 2 or min(numbers) < 1 or numbers[0] > numbers[1]:
         raise LaunchError(f"{text!r} is no range; give two numbers of 1 or more, the smaller one first, such as 1:4")
-    return CountRange(*numbers)
+    return CountRange(least=numbers[0], most=numbers[1])
