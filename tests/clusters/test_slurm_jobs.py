@@ -10,21 +10,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from clusters.command_rig import started, state, tutti
 from launch.launch_rig import SCRIPTS, TUTTI, wait_until
-from launch.slurm_rig import idle_nodes, lose_node, missing, slurm, slurmd
+from launch.slurm_rig import lose_node, missing, slurm, slurmd
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 TRAIN = str(SCRIPTS / "train.py")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[dict[str, str]]:
+@contextmanager
+def started_cluster() -> Iterator[dict[str, str]]:
     base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     base.chmod(0o755)
     try:
@@ -32,6 +33,18 @@ def cluster() -> Iterator[dict[str, str]]:
             yield {**environment, "XDG_STATE_HOME": str(base)}
     finally:
         shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    with started_cluster() as environment:
+        yield environment
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[dict[str, str]]:
+    with started_cluster() as environment:
+        yield environment
 
 
 @pytest.fixture
@@ -273,11 +286,8 @@ def test_a_lost_node_lets_the_job_begin_again_from_its_checkpoint(project: Path,
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path, cluster: dict[str, str]) -> None:
-    node = None
-    if idle_nodes(cluster) < 2:  # another test has lost it
-        node = subprocess.Popen(slurmd(cluster, "n1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        assert wait_until(lambda: idle_nodes(cluster) == 2, 60)
+def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path, own_cluster: dict[str, str]) -> None:
+    cluster = own_cluster  # of which no other test has lost a node
     words = ("submit", "--no-predict", "--nnodes", "1:2", "--nproc", "1", "--checkpoint-every", "2")
     code, _, err = tutti(project, cluster, *words, "--folder", "run", TRAIN, "20", "0.2")
     assert code == 0, err
@@ -293,8 +303,6 @@ def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path,
     assert code == 0, err
     assert wait_until(lambda: state(project, cluster, "next")["state"] == "completed", 60), log_of(project, "next")
     assert "epoch 0 of 1 ranks" in log_of(project, "next")
-    if node is not None:
-        node.wait(10)
 
 
 def log_of(project: Path, run: str) -> str:
