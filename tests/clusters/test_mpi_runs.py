@@ -14,7 +14,7 @@ import pytest
 from clusters.command_rig import started, state, tutti
 from clusters.ssh_rig import SshHosts, missing_for_ssh
 from launch.launch_rig import SCRIPTS, TUTTI, wait_until
-from tutti.clusters.driver_job import read_state
+from tutti.clusters.driver_job import DRIVERS
 
 
 def missing_for_mpi() -> str | None:
@@ -199,7 +199,7 @@ def test_what_mpirun_says_is_said_in_words(project: MpiProject, tmp_path: Path) 
     )
     assert "there is no nompi here; load MPI's module" in refused(project, "--request", "mpirun=nompi")
     assert "--nnodes 3 is more than the 1 hosts" in refused(project, "--nnodes", "3", "--nproc", "1")
-    assert read_state("none") is None
+    assert DRIVERS.read("none") is None
 
 
 def test_nodes_come_from_the_allocation_or_a_file(project: MpiProject) -> None:

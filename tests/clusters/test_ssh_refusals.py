@@ -248,13 +248,13 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    read_state, asked = driver_job.read_state, []
+    read, asked = driver_job.DRIVERS.read, []
 
     def interrupted(name: str) -> Any:
         asked.append(name)
         if len(asked) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return read_state(name)
+        return read(name)
 
     def start(self: Ssh, request: JobRequest) -> str:
         task = {"name": "alpha", "command": ["bash", "-c", _HOST], "script": "", "request": {"python_path": ""}}
@@ -268,7 +268,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
         }
         return driver_job.start_driver("tutti.clusters.ssh_driver", job, request.folder / ssh.LOG, 20)
 
-    monkeypatch.setattr(driver_job, "read_state", interrupted)
+    monkeypatch.setattr(driver_job.DRIVERS, "read", interrupted)
     monkeypatch.setattr(Ssh, "submit", start)
     options = RunOptions(target=("train.py",), folder=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
@@ -278,7 +278,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     monkeypatch.undo()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     asked.clear()
-    monkeypatch.setattr(driver_job, "read_state", interrupted)
+    monkeypatch.setattr(driver_job.DRIVERS, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):  # where Ctrl-C is not held back
         start(Ssh(), JobRequest(name="", folder=tmp_path, directory=tmp_path, words=()))
     assert asked
@@ -333,16 +333,16 @@ def test_what_git_ignores_is_not_copied_and_the_copy_is_private(
     assert not (copy / ".env").exists()
     assert found == expected
     (project / "new.py").unlink()
-    monkeypatch.setattr(driver_job, "state_folder", lambda: tmp_path / "state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     process, name = psutil.Process(), driver_job.job_name(os.getpid())
     state = {"machine": socket.gethostname(), "pid": process.pid, "since": process.create_time(), "state": "running",
              "reason": "", "nodes": "", "exit_code": None, "places": [host.copy]}  # fmt: skip
-    (tmp_path / "state/drivers").mkdir(parents=True)
-    driver_job.state_file(name).write_text(json.dumps(state))
+    driver_job.DRIVERS.folder.mkdir(parents=True)
+    driver_job.DRIVERS.file(name).write_text(json.dumps(state))
     with pytest.raises(LaunchError, match=f"^alpha: ssh job {name} still runs the code in {copy}, which a copy would"):
         prepare_hosts(needs, print)
     assert (copy / "new.py").exists()
-    driver_job.state_file(name).write_text(json.dumps(state | {"exit_code": 0}))
+    driver_job.DRIVERS.file(name).write_text(json.dumps(state | {"exit_code": 0}))
     prepare_hosts(needs, print)
     assert not (copy / "new.py").exists(), "what is removed here is removed there"
 
@@ -430,11 +430,11 @@ def test_paths_in_words_are_those_of_the_copy_however_they_are_written(tmp_path:
 def test_a_driver_of_another_machine_without_a_sign_of_life_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_job, "state_folder", lambda: tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(driver_job, "_BEAT_S", 0.01)
     driver_job.save_state(replace(driver_job.own_state("running", "", "a,b", None), machine="login1"))
     name = driver_job.job_name(os.getpid())
-    file = driver_job.state_file(name)
+    file = driver_job.DRIVERS.file(name)
     assert driver_job.job_status(name).state == "running"
     old = file.stat().st_mtime - 400
     os.utime(file, (old, old))

@@ -1,16 +1,16 @@
 """A run as a job of a cluster: what is asked for, what a scheduler answers, and the record in the run folder."""
 
 import contextlib
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from tutti.errors import LaunchError
+from tutti.config import serialization
+from tutti.errors import LaunchError, SpecError
 
 JobState = Literal["pending", "running", "completed", "failed", "cancelled", "unknown"]
 
@@ -356,9 +356,7 @@ def interrupts_let_through() -> Iterator[None]:
 
 def write_record(folder: Path, record: JobRecord) -> None:
     """Write the record of a submitted run into its folder."""
-    partial = folder / f"{RECORD}.partial"
-    partial.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / RECORD)
+    serialization.save(record, folder / RECORD)
 
 
 def read_record(folder: Path) -> JobRecord:
@@ -368,24 +366,15 @@ def read_record(folder: Path) -> JobRecord:
         LaunchError: there is none, or it is damaged.
     """
     file = folder / RECORD
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        runs = [path.parent for path in folder.glob(f"[0-9]*/{RECORD}") if path.parent.name.isdecimal()]
-        if runs:
-            one = min(runs, key=lambda run: int(run.name))
-            raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {one}") from None
-        raise LaunchError(
-            f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise LaunchError(f"{file} cannot be read ({error}); submit the run again") from None
-    try:
-        nproc = document["nproc"]
-        record = JobRecord(**{**document, "nproc": None if nproc is None else tuple(int(count) for count in nproc)})
-    except (TypeError, KeyError, ValueError):
-        raise LaunchError(f"{file} is no record of a submitted run; submit the run again") from None
-    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log, record.values)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(record.nodes, int):
-        raise LaunchError(f"{file} is no record of a submitted run; submit the run again")
-    return record
+    if file.exists():
+        try:
+            return serialization.load(JobRecord, file)
+        except SpecError as error:
+            raise LaunchError(f"{file} is no record of a submitted run ({error}); submit the run again") from None
+    runs = [path.parent for path in folder.glob(f"[0-9]*/{RECORD}") if path.parent.name.isdecimal()]
+    if runs:
+        one = min(runs, key=lambda run: int(run.name))
+        raise LaunchError(f"{folder} has the runs of an array; name one of them, such as {one}")
+    raise LaunchError(
+        f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
+    )

@@ -11,15 +11,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tutti.clusters.cluster_job import JobStatus
+from tutti.clusters.job_states import JobStates
 from tutti.config.safe_text import plain_text, shorten
-from tutti.environment import state_folder
 from tutti.errors import LaunchError
 
 CANCEL = signal.SIGUSR1
@@ -35,7 +35,7 @@ _CANCEL_S = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
+class DriverState:
     """The state of a job, as its driver writes it.
 
     Attributes:
@@ -56,25 +56,16 @@ class JobState:
     began: bool = True
 
 
+DRIVERS = JobStates("drivers", DriverState)
+"""The jobs of drivers of this user."""
+
+
 def job_name(pid: int) -> str:
     """Return the name of the job whose driver is this process: a number that is used again names another."""
     return f"{pid}-{int(psutil.Process(pid).create_time())}"
 
 
-def state_file(job: str) -> Path:
-    """Return the file of a job's state."""
-    return state_folder() / "drivers" / f"{job}.json"
-
-
-def read_state(job: str) -> JobState | None:
-    """Return the state of a job as its driver wrote it last; None without one."""
-    try:
-        return JobState(**json.loads(state_file(job).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def driver_process(state: JobState) -> psutil.Process | None:
+def driver_process(state: DriverState) -> psutil.Process | None:
     """Return a job's driver if it lives on this machine."""
     try:
         process = psutil.Process(state.pid)
@@ -91,8 +82,8 @@ def job_in(place: str) -> str:
     Args:
         place: HOST:DIRECTORY of the copy.
     """
-    for file in state_file("").parent.glob("*.json"):
-        state = read_state(file.stem)
+    for file in DRIVERS.folder.glob("*.json"):
+        state = DRIVERS.read(file.stem)
         if state is None or place not in state.places or state.exit_code is not None:
             continue
         if state.machine == socket.gethostname() and driver_process(state) is not None:
@@ -102,11 +93,11 @@ def job_in(place: str) -> str:
 
 def job_status(job: str) -> JobStatus:
     """Return the state of a job; "unknown" if this user has none of that name on this machine."""
-    state = read_state(job)
+    state = DRIVERS.read(job)
     if state is None:
         return JobStatus(state="unknown")
     if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
-        state = read_state(job) or state  # it may have ended just now
+        state = DRIVERS.read(job) or state  # it may have ended just now
     if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
         reason = "its driver on this machine was killed, so the hosts have ended the ranks"
         return JobStatus(state="failed", reason=reason, nodes=state.nodes, exit_code=1)
@@ -122,16 +113,16 @@ def job_status(job: str) -> JobStatus:
 def _silent_s(job: str) -> float:
     """Return how long ago a driver gave a sign of life, by the clock of the disk that has its state."""
     try:
-        with tempfile.TemporaryFile(dir=state_file(job).parent) as probe:
+        with tempfile.TemporaryFile(dir=DRIVERS.file(job).parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime
-        return now - state_file(job).stat().st_mtime
+        return now - DRIVERS.file(job).stat().st_mtime
     except OSError:
         return 0.0
 
 
 def give_signs_of_life() -> None:
     """Touch the state of the job whose driver is this process each minute, from a thread, until the process ends."""
-    file = state_file(job_name(os.getpid()))
+    file = DRIVERS.file(job_name(os.getpid()))
 
     def touch() -> None:
         while True:
@@ -142,19 +133,15 @@ def give_signs_of_life() -> None:
     threading.Thread(target=touch, name="tutti state", daemon=True).start()
 
 
-def save_state(state: JobState) -> None:
+def save_state(state: DriverState) -> None:
     """Write the state of the job whose driver is this process."""
-    file = state_file(job_name(os.getpid()))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
-    partial.replace(file)
+    DRIVERS.write(job_name(os.getpid()), state)
 
 
-def own_state(state: str, reason: str, nodes: str, exit_code: int | None, **further: Any) -> JobState:
+def own_state(state: str, reason: str, nodes: str, exit_code: int | None, **further: Any) -> DriverState:
     """Return the state of the job whose driver is this process."""
     process = psutil.Process()
-    return JobState(
+    return DriverState(
         machine=socket.gethostname(), pid=process.pid, since=process.create_time(), state=state, reason=reason,
         nodes=nodes, exit_code=exit_code, **further,
     )  # fmt: skip
@@ -170,7 +157,7 @@ def running_driver(job: str, scheduler: str) -> psutil.Process:
     Raises:
         LaunchError: it runs on another machine, or has ended.
     """
-    state = read_state(job)
+    state = DRIVERS.read(job)
     process = driver_process(state) if state is not None else None
     if process is None:
         place = f" here; it was started on {state.machine}" if state is not None else ""
@@ -216,7 +203,7 @@ def start_driver(module: str, job: dict[str, Any], log: Path, timeout_s: float) 
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:
             stream.write(json.dumps(job).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
-        while read_state(name) is None:
+        while DRIVERS.read(name) is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise LaunchError(f"the driver of the run ended at once; {log} says why")
             time.sleep(0.05)

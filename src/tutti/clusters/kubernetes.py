@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand
 from tutti.clusters.cluster_resources import NodePool
+from tutti.clusters.job_states import JobStates
 from tutti.clusters.kubernetes_api import Cluster, cluster_of, package, pod_index
 from tutti.clusters.kubernetes_manifest import (
     COMMAND,
@@ -38,7 +39,6 @@ from tutti.clusters.kubernetes_manifest import (
     with_secret,
 )
 from tutti.clusters.kubernetes_status import EXIT_CODE, SEEN_S, STOP, container_state, exit_code, status_of
-from tutti.environment import state_folder
 from tutti.errors import RESUMABLE, LaunchError
 
 LOG = "kubernetes.log"
@@ -66,6 +66,9 @@ class KubernetesJob:
     log: str
     cancelled: bool = False
     copied: Mapping[str, tuple[str, int, float]] = field(default_factory=dict)
+
+
+_JOBS = JobStates("kubernetes", KubernetesJob)
 
 
 class Kubernetes:
@@ -105,7 +108,7 @@ class Kubernetes:
             inside="" if kind == "seen" else folder,
             log=self.log(request, name),
         )
-        _write_state(f"{space}/{name}", about)
+        _JOBS.write(f"{space}/{name}", about)
         if kind != "seen":
             where = "in the cluster" if kind == "inside" else "in its pod and ends with it, but for checkpoints"
             print(
@@ -119,7 +122,7 @@ class Kubernetes:
         return str(request.folder / LOG)
 
     def status(self, job: str) -> JobStatus:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         if state is not None and state.cancelled:
             return JobStatus(state="cancelled")
         cluster, space, name = _of(job, state)
@@ -156,18 +159,18 @@ class Kubernetes:
             cluster.delete(space, name, grace_s=1)
 
     def collect(self, job: str) -> bool:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         if state is None:
             return False
-        with contextlib.suppress(Timeout), FileLock(f"{_state_file(job)}.lock", timeout=30):
-            state = _read_state(job) or state
+        with contextlib.suppress(Timeout), FileLock(f"{_JOBS.file(job)}.lock", timeout=30):
+            state = _JOBS.read(job) or state
             if not state.cancelled:
                 cluster, space, name = _of(job, state)
-                _write_state(job, _copy_logs(cluster, space, name, state))
+                _JOBS.write(job, _copy_logs(cluster, space, name, state))
         return bool(state.inside)
 
     def stop(self, job: str) -> None:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         cluster, space, name = _of(job, state)
         live = {pod["metadata"]["name"] for pod in cluster.pods(space, name) if exit_code(pod) is None}
         # The cluster ends the pods as it does at a deadline: with their grace, and for good. The Job stays.
@@ -184,12 +187,12 @@ class Kubernetes:
             cluster.ask(cluster.batch.patch_namespaced_job, name, space, change, absent=True)
 
     def cancel(self, job: str) -> None:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         self.collect(job)
         cluster, space, name = _of(job, state)
         cluster.delete(space, name, grace_s=1)
         if state is not None:
-            _write_state(job, replace(_read_state(job) or state, cancelled=True))
+            _JOBS.write(job, replace(_JOBS.read(job) or state, cancelled=True))
 
 
 def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tuple[str, str]:
@@ -233,24 +236,6 @@ def _resumed(request: JobRequest, folder: str) -> Path | str | None:
         return request.resume
     earlier = _earlier_folder(request.resume)
     return None if earlier == folder else earlier or request.resume
-
-
-def _state_file(job: str) -> Path:
-    return state_folder() / "kubernetes" / f"{job.replace('/', '.')}.json"
-
-
-def _read_state(job: str) -> KubernetesJob | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return KubernetesJob(**json.loads(_state_file(job).read_text(encoding="utf-8")))
-    return None
-
-
-def _write_state(job: str, state: KubernetesJob) -> None:
-    file = _state_file(job)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
-    partial.replace(file)
 
 
 def _of(job: str, state: KubernetesJob | None) -> tuple[Cluster, str, str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
 from tutti.clusters.driver_job import (
+    DRIVERS,
     cancel_driver,
     job_status,
-    read_state,
     remove_errors,
     running_driver,
     start_driver,
@@ -66,7 +66,7 @@ class Mpi:
             if name:
                 cancel_driver(name, "mpi")
             raise
-        state = read_state(name)
+        state = DRIVERS.read(name)
         if state is not None and not state.began:
             raise LaunchError(state.reason)
         return name

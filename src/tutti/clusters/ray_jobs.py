@@ -9,13 +9,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from tutti.clusters.cluster_job import JobRequest, JobState, JobStatus, NodeCommand
+from tutti.clusters.job_states import JobStates
 from tutti.clusters.ray_api import (
     DEFAULT_ADDRESS,
     RayCluster,
@@ -37,7 +38,7 @@ from tutti.clusters.ray_task import (
     task_of,
 )
 from tutti.config.safe_text import plain_text, shorten
-from tutti.environment import ray_address, state_folder
+from tutti.environment import ray_address
 from tutti.errors import RESUMABLE, LaunchError
 
 LOG = "ray.log"
@@ -66,6 +67,9 @@ class RayJob:
     log: str
     cancelled: bool = False
     copied: int = 0
+
+
+_JOBS = JobStates("ray", RayJob)
 
 
 class RayJobs:
@@ -105,7 +109,7 @@ class RayJobs:
         inside = task["folder"] if task["kind"] == "inside" else ""
         (request.folder / MARK).write_text(json.dumps({"job": name, "inside": inside}) + "\n", encoding="utf-8")
         cluster.submit(name, entrypoint(json.dumps(task)), runtime_env_of(request, settings))
-        _write_state(name, RayJob(address=address, inside=inside, log=self.log(request, name)))
+        _JOBS.write(name, RayJob(address=address, inside=inside, log=self.log(request, name)))
         if inside:
             print(
                 f"the run folder lies in the cluster ({inside}), so steps and loss are not shown here; {LOG} has what "
@@ -118,7 +122,7 @@ class RayJobs:
         return str(request.folder / LOG)
 
     def status(self, job: str) -> JobStatus:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         cluster = _cluster_of(state)
         info = cluster.info(job)
         if info is None:
@@ -144,11 +148,11 @@ class RayJobs:
             cluster.stop(name)
 
     def collect(self, job: str) -> bool:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         if state is None:
             return False
-        with contextlib.suppress(Timeout), FileLock(f"{_state_file(job)}.lock", timeout=30):
-            state = _read_state(job) or state
+        with contextlib.suppress(Timeout), FileLock(f"{_JOBS.file(job)}.lock", timeout=30):
+            state = _JOBS.read(job) or state
             cluster = ray_cluster(state.address)
             info = cluster.info(job)
             if info is not None and info.status != "PENDING":
@@ -158,17 +162,17 @@ class RayJobs:
                 if whole > state.copied:
                     with Path(state.log).open("a", encoding="utf-8") as log:
                         log.write(printed(text[state.copied : whole]))
-                    _write_state(job, replace(state, copied=whole))
+                    _JOBS.write(job, replace(state, copied=whole))
         return bool(state.inside)
 
     def stop(self, job: str) -> None:
-        _cluster_of(_read_state(job)).stop(job)
+        _cluster_of(_JOBS.read(job)).stop(job)
 
     def cancel(self, job: str) -> None:
-        state = _read_state(job)
+        state = _JOBS.read(job)
         cluster = _cluster_of(state)
         if state is not None:
-            _write_state(job, replace(state, cancelled=True))
+            _JOBS.write(job, replace(state, cancelled=True))
         info = cluster.info(job)
         if info is not None and info.status == "RUNNING" and last_state(cluster.output(job, fresh=True)).get("nodes"):
             self._end_agents(cluster, job, info)
@@ -262,21 +266,3 @@ def _dashboard(settings: RaySettings) -> str:
 
 def _cluster_of(state: RayJob | None) -> RayCluster:
     return ray_cluster(state.address if state is not None else checked_address(ray_address() or DEFAULT_ADDRESS))
-
-
-def _state_file(job: str) -> Path:
-    return state_folder() / "ray" / f"{job}.json"
-
-
-def _read_state(job: str) -> RayJob | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return RayJob(**json.loads(_state_file(job).read_text(encoding="utf-8")))
-    return None
-
-
-def _write_state(job: str, state: RayJob) -> None:
-    file = _state_file(job)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
-    partial.replace(file)
