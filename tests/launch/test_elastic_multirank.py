@@ -14,6 +14,8 @@ from launch_rig import SCRIPTS, TUTTI, Running, free_port, running, wait_until
 from test_restarts_multirank import batches, difference, recovered
 
 from tutti.launch.launch_environment import granted_cores
+from tutti.launch.launcher import LaunchSpec
+from tutti.launch.node_rendezvous import NodeTable
 from tutti.launch.visible_devices import count_here
 
 RECOVER = str(SCRIPTS / "recover.py")
@@ -128,14 +130,14 @@ def test_node_0_and_the_time_limit_stop_all_nodes(how: str, tmp_path: Path, undi
     assert batches(tmp_path) == batches(undisturbed)
 
 
-def test_a_host_gets_as_many_ranks_as_it_has_places(tmp_path: Path) -> None:
-    places = min(3, granted_cores())
+def test_a_host_gets_as_many_ranks_as_it_has_slots(tmp_path: Path) -> None:
+    slots = min(3, granted_cores())
     command = (*TUTTI, "run", "--no-predict", "--nproc", "1:3", "--folder", "run", "--max-restarts", "1", "--json")
-    with running(*command, RECOVER, "0", f"kill@10:{places - 1}", cwd=tmp_path) as one:
+    with running(*command, RECOVER, "0", f"kill@10:{slots - 1}", cwd=tmp_path) as one:
         code, out, err = one.finish()
     assert code == 0, err
-    assert json.loads(out)["world_size"] == places
-    assert f"restart 1 of 1: {places} rank" in err, "the place is still there"
+    assert json.loads(out)["world_size"] == slots
+    assert f"restart 1 of 1: {slots} rank" in err, "the slot is still there"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_host_gets_as_many_ranks_as_it_has_places(tmp_path: Path) -> None:
     [
         (
             ("--nproc", "100:200"),
-            r"--nproc 100:200: this host has room for \d+ ranks?, one on each GPU",
+            r"--nproc 100:200: this host has slots for \d+ ranks?, one on each GPU",
         ),
         (("--nproc", "4:2"), "'4:2' is no range; give two numbers of 1 or more, the smaller one first"),
         (("--nnodes", "1:x"), "'1:x' is no range"),
@@ -177,12 +179,12 @@ def test_ranges_that_cannot_be_are_refused(options: tuple[str, ...], says: str, 
         ({}, 0, None),
     ],
 )
-def test_places_are_the_gpus_that_may_be_used(values: dict[str, str], gpus: int, count: int | None) -> None:
+def test_slots_are_the_gpus_that_may_be_used(values: dict[str, str], gpus: int, count: int | None) -> None:
     listed = "".join(f"GPU {number}: NVIDIA H200 (UUID: GPU-{number}{'0' * 7})\n" for number in range(gpus))
     assert count_here(values, lambda *_: listed or None) == count
 
 
-def test_places_are_those_of_the_driver_of_amd_too(tmp_path: Path) -> None:
+def test_slots_are_those_of_the_driver_of_amd_too(tmp_path: Path) -> None:
     for node, number in enumerate((0, 11, 12, 13)):  # the first one is a processor
         folder = tmp_path / f"class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
@@ -207,3 +209,38 @@ def test_a_stop_before_the_first_step_waits_for_no_agreement(number: int, tmp_pa
         assert re.search(r"node 1 on \S+ left, as it was told to stop there\n1 rank goes on", ends[1][2])
         assert "this node has left, and the run goes on on the others" in ends[0][2]
         assert batches(tmp_path) == batches(undisturbed)
+
+
+def test_a_node_that_goes_while_it_waits_for_a_number_leaves_none_taken(tmp_path: Path) -> None:
+    spec = LaunchSpec(target="t.py", folder=tmp_path, ranks_per_node=(1, 1), rendezvous="127.0.0.1:1")
+    table = NodeTable(spec, "token")
+    first, gone, later = Line(), Line(), Line()
+    hello = {"node": None, "host": "h", "ranks": 1}
+    for line in (first, gone):
+        table.queue(line, hello)  # type: ignore[arg-type]
+    table.let_in()
+    node = table.of_link(first)  # type: ignore[arg-type]
+    assert node is not None
+    assert table.begin(node, is_ready=True)
+    table.let_in()
+    assert (first.sent[0]["node"], gone.sent) == (1, []), "there is no second number"
+    table.forget(gone)  # type: ignore[arg-type]
+    del table.nodes[1]
+    table.let_in()
+    table.queue(later, hello)  # type: ignore[arg-type]
+    table.let_in()
+    assert (gone.sent, later.sent[0]["node"]) == ([], 1)
+
+
+class Line:
+    """A connection in the place of a NodeLink, which keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, object]] = []
+
+    def send(self, message: dict[str, object]) -> bool:
+        self.sent.append(message)
+        return True
+
+    def close(self) -> None:
+        pass

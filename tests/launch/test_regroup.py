@@ -60,7 +60,7 @@ def test_what_a_run_means_stays() -> None:
     ("before", "most", "least", "words"),
     [
         (plan({"split": 2, "stage": 2}), 3, 1, "only replicate and shard can shrink"),
-        (plan({"replicate": 2, "split": 2}), 3, 3, "leaves 2 of 3 ranks in use, and --min-ranks is 3"),
+        (plan({"replicate": 2, "split": 2}), 3, 3, "leaves 2 of 3 ranks in use, and 3 or more are asked for"),
         (plan({"replicate": 3}, sync=parse_sync("local:8")), 2, 1, "trains otherwise on fewer ranks"),
         (plan({"replicate": 2}, shares=(3.0, 1.0)), 1, 1, "states a load for each rank"),
     ],

@@ -471,18 +471,18 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
         rendezvous=options.rendezvous if options.nnodes > 1 else None,
         timeout_s=options.timeout_s,
         adaptive_timeout=options.adaptive_timeout,
-        threads=threads_per_rank(_places(options, nproc[options.node_rank])),
+        threads=threads_per_rank(_slots(options, nproc[options.node_rank])),
         environment=environment(options, plan),
     )
 
 
-def _places(options: RunOptions, nproc: int) -> int:
-    """Return how many of the ranks that this node may have it has places for."""
+def _slots(options: RunOptions, nproc: int) -> int:
+    """Return how many of the ranks that this node may have it has slots for."""
     if options.least_nproc is None:
         return nproc
-    from tutti.launch.places import places_here
+    from tutti.launch.slots import slots_here
 
-    return max(1, places_here(nproc, share_device=options.share_device))
+    return max(1, slots_here(nproc, share_device=options.share_device))
 
 
 def plan_file(options: RunOptions, folder: Path) -> Path | None:
@@ -565,8 +565,8 @@ def _train(
 
     policy, asked = _policy(options, spec), spec
     spec = fitting(asked, policy)
-    places = _announcement(spec, on_this_host=options.launcher == "local", least_nodes=options.least_nodes)
-    console.print(places, style="dim", soft_wrap=True)
+    words = _announcement(spec, on_this_host=options.launcher == "local", least_nodes=options.least_nodes)
+    console.print(words, style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = screen(spec)
     # What an earlier run left in the folder stays if this one is refused.

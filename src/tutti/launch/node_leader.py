@@ -24,8 +24,8 @@ from tutti.errors import RESUMABLE, SpecError, TuttiError
 from tutti.launch.failure import LOST_NODE, Failure
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.network import split_address
-from tutti.launch.node_door import TOKEN_FILE, Node, NodeDoor, NodeEvents, NodeTable
 from tutti.launch.node_link import Message, NodeLink
+from tutti.launch.node_rendezvous import TOKEN_FILE, Node, NodeEvents, NodeRendezvous, NodeTable
 from tutti.launch.restarts import RestartPolicy, Restarts, full_plan, smaller
 from tutti.launch.supervisor import TIME_LIMIT_CODE, Outcome, Restart
 from tutti.network_interfaces import EVERYWHERE
@@ -100,7 +100,7 @@ class NodeLeader:
         self._failed: Failure | None = None  # what the next generation follows
         self._begun, self._deadline = False, time.monotonic() + spec.timeout_s
         self._ended = threading.Event()
-        self._door = NodeDoor(spec, policy, self._events)
+        self._rendezvous = NodeRendezvous(spec, policy, self._events)
         (spec.folder / TOKEN_FILE).write_text(self._token)
         self._thread = threading.Thread(target=self._lead, name="tutti node leader", daemon=True)
         self._thread.start()
@@ -108,14 +108,14 @@ class NodeLeader:
     @property
     def reachable(self) -> tuple[str, int]:
         """The address under which node 0 itself reaches this object."""
-        host, port = self._door.address
+        host, port = self._rendezvous.address
         return ("127.0.0.1" if host == EVERYWHERE else host), port
 
     def close(self) -> None:
         """Stop: nodes that are still connected lose node 0, and end."""
         self._ended.set()
         self._thread.join(5)
-        self._door.close()
+        self._rendezvous.close()
         self._table.close()
         (self._spec.folder / TOKEN_FILE).unlink(missing_ok=True)
 
@@ -152,18 +152,18 @@ class NodeLeader:
         elif kind == "report":
             node.report = message
         if message is not None and (kind == "leave" or message.get("status") == "stopped"):
-            self._take_stop(node, message, was_told=kind == "leave" or bool(message.get("was_told")))
+            self._take_stop(node, message, signalled=kind == "leave" or bool(message.get("signalled")))
 
-    def _take_stop(self, node: Node, message: Message, *, was_told: bool) -> None:
+    def _take_stop(self, node: Node, message: Message, *, signalled: bool) -> None:
         """Take in that a node has stopped. Where their number may change, a node leaves alone, except for node 0.
 
         Args:
-            was_told: whether it was told to stop there, and not by the ranks of another node or the time limit.
+            signalled: whether it was told to stop there, and not by the ranks of another node or the time limit.
         """
-        if not self._policy.elastic or (was_told and node.number == 0):
+        if not self._policy.elastic or (signalled and node.number == 0):
             self._stopped = {"resumable": False, **message, "status": "stopped"}
             node.report = self._stopped
-        elif was_told:
+        elif signalled:
             node.leaves = True
             if message["kind"] == "leave":  # it waits for no answer
                 self._lose(node)

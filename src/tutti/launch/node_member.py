@@ -20,11 +20,11 @@ from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
 from tutti.launch.network import free_port, split_address
-from tutti.launch.node_door import TOKEN_FILE, describe
 from tutti.launch.node_leader import NodeLeader
 from tutti.launch.node_link import Message, NodeLink, join
-from tutti.launch.places import checked_places
+from tutti.launch.node_rendezvous import TOKEN_FILE, describe
 from tutti.launch.restarts import RestartPolicy, Restarts, fitting
+from tutti.launch.slots import checked_slots
 from tutti.launch.supervisor import Interrupts, Outcome, Recovery, Restart
 from tutti.network_interfaces import here_address
 from tutti.surviving_rank import LeftBehind
@@ -62,7 +62,7 @@ class NodeMember:
         number = spec.node_rank if has_number else None
         ranks, shares = spec.local_world_size, "TUTTI_SHARE_DEVICE" in spec.environment
         if policy.least_nproc is not None:
-            ranks = checked_places(policy.least_nproc, ranks, share_device=shares)
+            ranks = checked_slots(policy.least_nproc, ranks, share_device=shares)
         hello = {"node": number, "host": socket.gethostname(), "ranks": ranks, **describe(spec, policy, secret)}
         self._decisions: queue.Queue[Message | None] = queue.Queue()
         self._called: Literal["", "end", "pause"] = ""
@@ -100,7 +100,7 @@ class NodeMember:
         status = "called off" if outcome.called_off else outcome.status
         failure = None if outcome.failure is None else serialization.to_data(shortened(outcome.failure))
         end = {"exit_code": outcome.exit_code, "resumable": outcome.resumable, "memory_step": newest_step(spec)}
-        end["was_told"] = outcome.signal is not None
+        end["signalled"] = outcome.signal is not None
         self._link.send({"kind": "report", "status": status, "failure": failure, **end})
         return self._decision(outcome)
 

@@ -48,8 +48,8 @@ def shrink_mesh(mesh: Mapping[AxisName, int], most: int, least: int = 1) -> dict
         )
     if ranks < least:
         raise LaunchError(
-            f"a mesh of {stated} leaves {ranks} of {most} ranks in use, and --min-ranks is {least}; lower it, or free "
-            "the place that is missing, and resume the run"
+            f"a mesh of {stated} leaves {ranks} of {most} ranks in use, and {least} or more are asked for; ask for "
+            "fewer, or free the place that is missing, and resume the run"
         )
     return {axis: degree for axis, degree in shrunk.items() if degree > 1} or {"replicate": 1}
 

@@ -21,8 +21,8 @@ from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import LOST_NODE, Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.memory_folder import newest_step
-from tutti.launch.places import checked_places
 from tutti.launch.regroup import shrink_plan
+from tutti.launch.slots import checked_slots
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
 from tutti.surviving_rank import LeftBehind
@@ -304,7 +304,8 @@ def smaller(spec: LaunchSpec, most: int, least: int, plan: Plan | None = None) -
         raise LaunchError("every rank failed, so none is left")
     if most < least:
         raise LaunchError(
-            f"{most} rank{'s are' if most != 1 else ' is'} left, and --min-ranks is {least}; resume the run"
+            f"{most} rank{'s are' if most != 1 else ' is'} left, and {least} or more are asked for (--min-ranks); "
+            "resume the run"
         )
     environment = dict(spec.environment)
     shrunk = shrink_plan(plan or _plan_of(spec), most, least)
@@ -321,20 +322,20 @@ def smaller(spec: LaunchSpec, most: int, least: int, plan: Plan | None = None) -
 
 
 def fitting(spec: LaunchSpec, policy: RestartPolicy) -> LaunchSpec:
-    """Return what to start on one node: as many ranks as there are places for, if their number may change.
+    """Return what to start on one node: a rank in each slot, if their number may change.
 
     Args:
         spec: what was asked for, with the most ranks.
         policy: with how many ranks the run goes on.
 
     Raises:
-        LaunchError: there are too few places, or the plan does not allow it.
+        LaunchError: there are too few slots, or the plan does not allow it.
     """
     if policy.least_nproc is None or spec.nodes > 1:
         return spec
     most, least = spec.world_size, policy.least or 1
-    places = checked_places(least, most, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
-    return spec if places == most else smaller(spec, places, least)
+    slots = checked_slots(least, most, share_device="TUTTI_SHARE_DEVICE" in spec.environment)
+    return spec if slots == most else smaller(spec, slots, least)
 
 
 def full_plan(spec: LaunchSpec) -> Plan | None:

@@ -347,9 +347,11 @@ class _Generation:
         with contextlib.suppress(OSError):
             if pausing:
                 mark.touch()
-        yield
-        with contextlib.suppress(OSError):
-            mark.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                mark.unlink(missing_ok=True)
 
     def _waiting(self) -> dict[int, Waiting]:
         return self._surviving.waiting() if self._surviving is not None else {}

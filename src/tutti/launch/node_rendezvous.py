@@ -64,7 +64,7 @@ class Node:
         return f"node {self.number} on {self.host}"
 
 
-class NodeDoor:
+class NodeRendezvous:
     """Listens at the rendezvous, and lets nodes in that know the secret and were started by the same command.
 
     Args:
@@ -86,7 +86,7 @@ class NodeDoor:
                 f"node 0 cannot wait for the other nodes at {host}:{port} ({error.strerror or error}); choose another "
                 "port with --rendezvous HOST:PORT"
             ) from None
-        threading.Thread(target=self._listen, name="tutti node door", daemon=True).start()
+        threading.Thread(target=self._listen, name="tutti node rendezvous", daemon=True).start()
 
     def close(self) -> None:
         """Let nobody in any more."""
