@@ -48,6 +48,8 @@ def test_a_run_is_kept_in_a_store_and_goes_on_on_another_machine(
     assert files.exists("bucket/kept/run/ranks/1/stdout.log")
     hidden = [name for name in files.find("bucket/kept/run") if "/checkpoints/" in name or "/." in name]
     assert hidden == ["bucket/kept/run/.begun"], "by which it was found that the store can be written"
+    (stopped,) = (one / "runs").iterdir()
+    assert all(words.startswith("ended after step") for words in tutti.why(stopped).ranks.values())
     shutil.rmtree(one)
     epochs = str(done[-1] // 4 + 2)
     with start(other, s3, "--folder", address, "train.py", epochs) as run:

@@ -90,8 +90,8 @@ class RunFinalizer:
             leave_world()
 
     def _was_ended(self) -> bool:
-        """Whether the rank has failed, or was told to end."""
-        if self.run is None:
+        """Whether the rank has failed, or was told to end and left no checkpoint."""
+        if self.run is None or self.run.loop.stopping.left:
             return False
         rank_folder = self.run.output.folder.rank(self.world.rank)
         return any((rank_folder / name).exists() for name in ("error.json", "stopped"))
