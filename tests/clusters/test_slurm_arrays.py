@@ -1,9 +1,7 @@
 """Arrays of runs on a real, private Slurm of two nodes: submitted at once, each with a folder and a life of its own."""
 
 import json
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from clusters.command_rig import tutti
 from launch.launch_rig import SCRIPTS, TUTTI, wait_until
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import missing, own_slurm
 from tutti.commands.run_array import parse_array
 from tutti.errors import LaunchError
 
@@ -22,13 +20,8 @@ TRAIN = str(SCRIPTS / "train.py")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base) as environment:
-            yield {**environment, "XDG_STATE_HOME": str(base)}
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with own_slurm() as environment:
+        yield environment
 
 
 def listed(project: Path, cluster: dict[str, str], *runs: str) -> dict[str, dict[str, object]]:

@@ -1,10 +1,8 @@
 """Heterogeneous jobs, and tasks with a GPU of their own, on a real Slurm that counts files as GPUs."""
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from clusters.command_rig import state, tutti
 from launch.launch_rig import SCRIPTS, TUTTI, running, wait_until
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import missing, own_slurm
 
 needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -35,13 +33,8 @@ constraint = "old"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base, scheduler="backfill", gpus=2) as environment:
-            yield {**environment, "XDG_STATE_HOME": str(base)}
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with own_slurm(scheduler="backfill", gpus=2) as environment:
+        yield environment
 
 
 @needs_slurm

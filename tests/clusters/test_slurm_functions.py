@@ -1,7 +1,5 @@
 """`tutti.run(on="slurm")`, `tutti.submit` and `tutti.attach` as functions, on a real Slurm of two nodes."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 import tutti
 from launch.launch_rig import SCRIPTS, wait_until
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import missing, own_slurm
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.run_report import RunReport
@@ -24,13 +22,8 @@ QUIET = {"predict": False, "nproc": 1}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base) as environment:
-            yield {**environment, "XDG_STATE_HOME": str(base), "OMP_NUM_THREADS": "1"}
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with own_slurm() as environment:
+        yield {**environment, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

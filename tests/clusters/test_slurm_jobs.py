@@ -3,47 +3,34 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from clusters.command_rig import started, state, tutti
 from launch.launch_rig import SCRIPTS, TUTTI, wait_until
-from launch.slurm_rig import lose_node, missing, slurm, slurmd
+from launch.slurm_rig import lose_node, missing, own_slurm, slurmd
+from tutti.clusters.slurm_node import ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 TRAIN = str(SCRIPTS / "train.py")
 
 
-@contextmanager
-def started_cluster() -> Iterator[dict[str, str]]:
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base) as environment:
-            yield {**environment, "XDG_STATE_HOME": str(base)}
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    with started_cluster() as environment:
+    with own_slurm() as environment:
         yield environment
 
 
 @pytest.fixture
 def own_cluster() -> Iterator[dict[str, str]]:
-    with started_cluster() as environment:
+    with own_slurm() as environment:
         yield environment
 
 
@@ -58,11 +45,13 @@ def project(tmp_path: Path) -> Path:
 def test_two_nodes_train_and_are_followed_and_found(project: Path, cluster: dict[str, str]) -> None:
     (project / "tutti.toml").write_text('[run]\non = "slurm"\nnnodes = 2\n[slurm]\nsetup = ["export MARK=\'a b\'"]\n')
     code, out, err = tutti(
-        project, cluster, "run", "--no-predict", "--nproc", "2", "--folder", "my run", TRAIN, "2", "0"
+        project, cluster, "run", "--no-predict", "--json", "--nproc", "2", "--folder", "my run", TRAIN, "2", "0"
     )
     log = "\n".join(file.read_text() for file in project.glob("my run/slurm-*.out"))
     assert code == 0, err + log
-    assert out == "epoch 0 of 4 ranks\nepoch 1 of 4 ranks\n", err + log
+    told = json.loads(out)
+    assert (told["folder"], told["state"], told["step"]) == ("my run", "completed", 8)
+    assert "epoch 0 of 4 ranks\nepoch 1 of 4 ranks\n" in err
     header = json.loads((project / "my run/run.json").read_text())
     assert header["world_size"] == 4
     assert (project / "my run/report/report.html").exists()
@@ -212,6 +201,7 @@ def test_a_job_that_never_starts_says_why(project: Path, cluster: dict[str, str]
     [
         (("--request", "partition=gpu"), "`sinfo --summarize` lists the partitions"),
         (("--request", "gpus=4"), "`sinfo --Node --long` shows them"),
+        (("--node-rank", "0"), "the cluster numbers its nodes and says where they meet; leave --rendezvous and"),
         (("--request", "speed=9"), "slurm has no setting 'speed'; settings are partition, account"),
         (("--request", "time=60s"), "ranks are told to write a checkpoint 90 s before the limit"),
         (("--request", "time"), "'time' is no setting; write such as partition=gpu,time=2h"),
@@ -303,6 +293,67 @@ def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path,
     assert code == 0, err
     assert wait_until(lambda: state(project, cluster, "next")["state"] == "completed", 60), log_of(project, "next")
     assert "epoch 0 of 1 ranks" in log_of(project, "next")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_wrong_account_is_said(project: Path, own_cluster: dict[str, str]) -> None:
+    def configure(line: str) -> None:
+        with Path(own_cluster["SLURM_CONF"]).open("a") as configuration:
+            configuration.write(f"{line}\n")
+        subprocess.run(["scontrol", "reconfigure"], env={**os.environ, **own_cluster}, check=True)
+
+    configure("PartitionName=ops Nodes=n[0-1] AllowAccounts=ops State=UP")
+    words = ("submit", "--no-predict", "--nproc", "1", "--request", "partition=ops,account=lab")
+    code, _, err = tutti(project, own_cluster, *words, "--folder", "waits", TRAIN, "1", "0")
+    assert code == 0, err
+    said = (
+        "so it can't use this partition (ops allows ops): name another one: --request partition=NAME, or account=NAME"
+    )
+    assert wait_until(lambda: said in str(state(project, own_cluster, "waits")["reason"]), 20), state(
+        project, own_cluster, "waits"
+    )
+    configure("EnforcePartLimits=ALL")
+    code, _, err = tutti(project, own_cluster, *words, "--folder", "refused", TRAIN, "1", "0")
+    assert code == 2
+    assert (
+        "Slurm refuses the job (Batch job submission failed: Invalid account or account/partition combination "
+        "specified); `sacctmgr show associations user=$USER` lists yours; name one with --request account=NAME" in err
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_time_limit_of_the_run_ends_the_job(project: Path, cluster: dict[str, str]) -> None:
+    words = ("submit", "--no-predict", "--nproc", "1", "--time-limit", "5s", "--folder", "run", TRAIN, "500", "0.1")
+    code, _, err = tutti(project, cluster, *words)
+    assert code == 0, err
+    assert wait_until(lambda: state(project, cluster, "run")["state"] not in ("pending", "running"), 60)
+    found = state(project, cluster, "run")
+    assert found["state"] == "failed", found  # exit code 75: it has stopped with a checkpoint
+    assert len(starts(project)) == 1, "it was not put into the queue again"
+    assert len([*(project / "run/checkpoints").glob("step-*")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "code", "expected"),
+    [
+        ([{"kind": "start"}, {"kind": "end", "status": "completed"}], 0, 1, 0),
+        ([{"kind": "start"}, {"kind": "end", "status": "stopped"}], 0, 1, 75),
+        ([{"kind": "end", "status": "completed"}, {"kind": "start"}], 0, 1, 1),
+        ([{"kind": "end", "status": "completed"}], None, 2, 2),
+        ([{"kind": "end", "status": "stopped"}], None, 2, 2),
+    ],
+)
+def test_a_job_ends_as_its_own_start_of_the_run_did(
+    tmp_path: Path, rows: list[dict[str, str]], before: int | None, code: int, expected: int
+) -> None:
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000002/index.json").touch()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    size = metrics.stat().st_size if before is None else before
+    assert ended(tmp_path, size, code) == expected
 
 
 def log_of(project: Path, run: str) -> str:

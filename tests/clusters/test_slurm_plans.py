@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from clusters.command_rig import tutti
 from launch.launch_rig import TUTTI
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import own_slurm
 from tutti.clusters.cluster_resources import NodePool
 from tutti.clusters.slurm_resources import NodeChoice, slurm_pools
 from tutti.profile.catalog import device
@@ -92,16 +90,8 @@ def test_an_account_that_the_partition_does_not_take_is_said() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    if missing() is not None:
-        pytest.skip(str(missing()))
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base, gpu_partitions=True) as environment:
-            folders = {"XDG_STATE_HOME": str(base), "XDG_CACHE_HOME": str(base / "cache"), "COLUMNS": "200"}
-            yield {**environment, **folders}
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with own_slurm(gpu_partitions=True) as environment:
+        yield {**environment, "XDG_CACHE_HOME": f"{environment['XDG_STATE_HOME']}/cache", "COLUMNS": "200"}
 
 
 def planned(project: Path, cluster: dict[str, str], *words: str) -> dict[str, Any]:

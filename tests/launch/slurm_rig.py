@@ -6,12 +6,15 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 NODES = 2
 
@@ -98,6 +101,20 @@ def slurm(
             except subprocess.TimeoutExpired:
                 os.killpg(daemon.pid, signal.SIGKILL)
                 daemon.wait()
+
+
+@contextmanager
+def own_slurm(**options: Any) -> Iterator[dict[str, str]]:
+    """A cluster of `slurm` in a folder of its own, where the state of submitted runs is, too; skips without Slurm."""
+    if missing() is not None:
+        pytest.skip(str(missing()))
+    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    base.chmod(0o755)
+    try:
+        with slurm(base, **options) as environment:
+            yield {**environment, "XDG_STATE_HOME": str(base)}
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
 
 
 def _up(

@@ -55,6 +55,7 @@ _REASONS = (
         "it asks for more than the partition gives, so it never starts",
     ),
     (r"^(BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed)$", "so it never starts"),
+    (r"can't use this partition|not permitted to use", "name another one: --request partition=NAME, or account=NAME"),
     (r"^(ReqNodeNotAvail|NodeDown|PartitionDown|PartitionInactive)", "nodes that it needs are down or reserved"),
     (r"^(Assoc|QOS|MaxJobs)", "a limit of your account or its quota is reached"),
     (r"^(JobHeld|launch_failed_requeued_held)", "it is held: release it with `scontrol release`"),
@@ -63,19 +64,17 @@ _REASONS = (
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\"`$\\]*$")]
 
 
-class SlurmComponent(BaseModel):
-    """Nodes of one kind in a heterogeneous job: what it does not say is as for the whole job.
+class SlurmNodes(BaseModel):
+    """Which nodes are asked for, and what of each.
 
     Attributes:
-        nodes: their number.
-        ranks: on each of them.
-        cpus, gpus, mem: per node.
+        cpus: cores per node; all that a rank may use, times the ranks, if the cluster divides nodes.
+        gpus: GPUs per node.
+        mem: memory per node, such as "64G".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    nodes: Annotated[int, Field(ge=1)] = 1
-    ranks: Annotated[int, Field(ge=1)] | None = None
     partition: Text | None = None
     account: Text | None = None
     qos: Text | None = None
@@ -88,14 +87,23 @@ class SlurmComponent(BaseModel):
     mem: Text | None = None
 
 
-class SlurmSettings(BaseModel):
+class SlurmComponent(SlurmNodes):
+    """Nodes of one kind in a heterogeneous job: what it does not say is as for the whole job.
+
+    Attributes:
+        nodes: their number.
+        ranks: on each of them.
+    """
+
+    nodes: Annotated[int, Field(ge=1)] = 1
+    ranks: Annotated[int, Field(ge=1)] | None = None
+
+
+class SlurmSettings(SlurmNodes):
     """The settings of a job, from `[slurm]` of tutti.toml and from --request.
 
     Attributes:
         time: a duration such as "2h30m", or as Slurm writes it.
-        cpus: cores per node; all that a rank may use, times the ranks, if the cluster divides nodes.
-        gpus: GPUs per node.
-        mem: memory per node, such as "64G".
         python: the interpreter on the nodes; the one of this command if not given.
         setup: shell lines that run first on each node, such as "module load cuda".
         container: what the command of a node is prefixed with, such as "apptainer exec --nv image.sif".
@@ -103,19 +111,7 @@ class SlurmSettings(BaseModel):
         components: the kinds of nodes of a heterogeneous job.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
-
-    partition: Text | None = None
-    account: Text | None = None
-    qos: Text | None = None
-    constraint: Text | None = None
-    reservation: Text | None = None
-    nodelist: Text | None = None
-    exclude: Text | None = None
     time: Text | None = None
-    cpus: Annotated[int, Field(ge=1)] | None = None
-    gpus: Text | None = None
-    mem: Text | None = None
     python: Text | None = None
     setup: tuple[str, ...] = ()
     container: str = ""
@@ -342,7 +338,7 @@ class Slurm:
         status, _, number = fields.get("ExitCode", "").partition(":")
         ended = state in ("completed", "failed", "cancelled")
         exit_code = int(status or 0) or (128 + int(number) if number.isdigit() and int(number) else 0)
-        reason = fields.get("Reason", "None").partition(",")[0]
+        reason = _plain_reason(fields.get("Reason", "None"))
         return JobStatus(
             state=state,
             reason=_explained(reason) if reason != "None" and state in ("pending", "failed") else "",
@@ -395,6 +391,12 @@ def _answer(program: str, *words: str) -> str:
     if code:
         raise LaunchError(_refusal(err or out))
     return out
+
+
+def _plain_reason(text: str) -> str:
+    """Return a reason as Slurm means it: a word of its own, or a sentence that has underscores for spaces."""
+    head = text.partition(",")[0]
+    return head if re.fullmatch(r"[A-Za-z]+|launch_failed_requeued_held", head) else text.replace("_", " ")
 
 
 def _explained(reason: str) -> str:
