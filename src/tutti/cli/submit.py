@@ -23,7 +23,7 @@ from tutti.config.count_range import CountRange, node_counts
 from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
-    from tutti.commands.submit import Answer
+    from tutti.commands.submit import Answer, SubmittedArray, SubmittedRun
 
 _RUN = click.Path(path_type=Path)
 
@@ -104,18 +104,22 @@ def submitted(
         hosts=hosts,
         dry_run=dry_run,
     )
+    said = (
+        f"{done.scheduler} job {done.job}: {done.folder}\n"
+        "`tutti attach`, `tutti logs -f` and `tutti cancel` take this folder; `tutti status` lists all runs"
+    )
+    _tell(done, said, dry_run=dry_run, as_json=as_json)
+    return done.folder if done.job else None
+
+
+def _tell(done: "SubmittedRun | SubmittedArray", words: str, *, dry_run: bool, as_json: bool) -> None:
+    """Print what was submitted, or would be."""
     if as_json:
         emit(done)
     elif dry_run:
         click.echo(done.preview, nl=False)
     else:
-        console.print(
-            f"{done.scheduler} job {done.job}: {done.folder}\n"
-            f"`tutti attach`, `tutti logs -f` and `tutti cancel` take this folder; `tutti status` lists all runs",
-            markup=False,
-            soft_wrap=True,
-        )
-    return done.folder if done.job else None
+        console.print(words, markup=False, soft_wrap=True)
 
 
 def _submitted_array(
@@ -151,20 +155,11 @@ def _submitted_array(
         requests=requests,
         dry_run=dry_run,
     )
-    if as_json:
-        emit(done)
-    elif dry_run:
-        click.echo(done.preview, nl=False)
-    else:
-        lines = [
-            f"{done.scheduler} job {each.job}: {each.folder} ({runs[int(each.folder.name)].title})"
-            for each in done.runs
-        ]
-        console.print(
-            "\n".join(lines) + f"\n`tutti status` and `tutti cancel` take {done.folder}, or a run in it",
-            markup=False,
-            soft_wrap=True,
-        )
+    lines = [
+        f"{done.scheduler} job {each.job}: {each.folder} ({runs[int(each.folder.name)].title})" for each in done.runs
+    ]
+    lines.append(f"`tutti status` and `tutti cancel` take {done.folder}, or a run in it")
+    _tell(done, "\n".join(lines), dry_run=dry_run, as_json=as_json)
 
 
 def _options(run: click.Command, words: Sequence[str]) -> RunOptions:
