@@ -8,19 +8,17 @@ place of the third. All clocks are those of one host.
 """
 
 import os
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import missing, own_slurm
 from record import spread
 from startup import JOB
 
@@ -53,21 +51,16 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         raise SystemExit(f"cluster_start: {reason}")
     samples: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     parts: dict[str, list[float]] = {"submitted": [], "on the nodes": [], "first step": []}
-    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    base.chmod(0o755)
-    try:
-        with slurm(base) as cluster:
-            environment = {**cluster, "XDG_STATE_HOME": str(base)}
-            for number in range(sizes.repeats):
-                for name, took in zip(SYSTEMS, (_on_slurm, _hostname, _on_one_host, _on_two_nodes), strict=True):
-                    folder = base / f"{number}-{SYSTEMS.index(name)}"
-                    folder.mkdir()
-                    times = took(sizes, folder, environment)
-                    samples[name].append(times[-1])
-                    for part, seconds in zip(parts, times, strict=False) if len(times) > 1 else ():
-                        parts[part].append(seconds)
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with own_slurm() as environment:
+        base = Path(environment["XDG_STATE_HOME"])
+        for number in range(sizes.repeats):
+            for name, took in zip(SYSTEMS, (_on_slurm, _hostname, _on_one_host, _on_two_nodes), strict=True):
+                folder = base / f"{number}-{SYSTEMS.index(name)}"
+                folder.mkdir()
+                times = took(sizes, folder, environment)
+                samples[name].append(times[-1])
+                for part, seconds in zip(parts, times, strict=False) if len(times) > 1 else ():
+                    parts[part].append(seconds)
     return {"samples": samples, "parts": parts, "summary": _summary(samples, parts)}
 
 

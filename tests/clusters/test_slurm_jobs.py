@@ -216,6 +216,7 @@ def test_refusals(project: Path, cluster: dict[str, str], words: tuple[str, ...]
     assert said in err
     assert len(err.splitlines()) == 1, "one sentence"
     assert not (project / "run/job.json").exists()
+    assert (project / "run").exists() == ("Slurm refuses" in err), "what is refused here leaves no folder"
 
 
 def test_the_script_is_shown_and_nothing_is_made(project: Path) -> None:

@@ -161,6 +161,10 @@ def submit_run(
         nproc = options.nproc[:1] if options.nproc is not None and same else options.nproc
         options = replace(options, least_nodes=nnodes.least, nproc=nproc)
     nproc = _checked(options)
+    draft = _request(options, words, nproc, _folder(options, dry_run=True), asked_of)
+    if draft.least_nodes is not None:
+        _check_range(scheduler, draft, options.nodes, on)
+    scheduler.preview(draft)  # what it refuses leaves no folder
     folder = _folder(options, dry_run=dry_run)
     if not dry_run:
         _refuse_busy(folder)
@@ -170,8 +174,6 @@ def submit_run(
         if not dry_run:
             serialization.save(value, file)
     request = _request(options, words, nproc, folder, asked_of)
-    if request.least_nodes is not None:
-        _check_range(scheduler, request, options.nodes, on)
     preview = scheduler.preview(request)
     if dry_run:
         return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
