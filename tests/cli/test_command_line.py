@@ -50,6 +50,7 @@ def tutti_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ("rn train.py", "did you mean `tutti run`?"),
         ("train.py", "did you mean `tutti run train.py`?"),
         ("zzz", "`tutti --help` lists them"),
+        ("run --array lr=1,2 train.py --lr {lr}", "--array is an option of tutti submit, not of tutti run"),
         ("run train.py --foldr x", "--foldr is not an option of tutti, and the script does not name it; did"),
         ("verify --nprc=2 train.py", "did you mean --nproc?"),
         ("plan train.py --explan", "did you mean --explain?"),

@@ -269,6 +269,46 @@ def test_a_range_of_hosts_begins_without_one_and_outlives_another(tmp_path: Path
     assert (code, err.startswith("tutti: gone.invalid: ")) == (2, True), err
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, hosts: SshHosts) -> dict[int, float]:
+    """The losses of two ranks here, step by step."""
+    project = Project(tmp_path_factory.mktemp("here") / "here", hosts, Path("unused"))
+    words = ("run", "--on", "local", "--nproc", "2", "--no-predict", "--folder", "run", "train.py", "8", "0")
+    code, _, err = project.tutti(*words)
+    assert code == 0, err
+    return _losses(project)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "goes_on",
+    ["--max-restarts 2", "--max-restarts 2 --on-failure shrink", "--nnodes 1:2"],
+    ids=["all", "less", "range"],
+)
+def test_another_host_takes_the_place_of_node_0(
+    goes_on: str, tmp_path: Path, hosts: SshHosts, undisturbed: dict[int, float]
+) -> None:
+    project = Project(tmp_path / "shared", hosts, tmp_path / "on both hosts")
+    words = ("run", "--on", "ssh", *OPTIONS, "--folder", "run", *goes_on.split(), "--checkpoint-every", "1")
+    with project.start(*words, "train.py", "8", "0.5") as command:
+        assert project.reaches_step(3), project.log()
+        (agent,) = [pid for pid in hosts.processes() if _is_node(pid, "alpha", hosts)]
+        os.kill(agent, signal.SIGKILL)
+        _, err = command.communicate(timeout=200)
+    log = project.log()
+    assert command.returncode == 0, err + log
+    assert "beta is node 0 now, in place of alpha" in log
+    assert re.search(r"^alpha: train.py: ", log.partition("beta is node 0 now")[2], re.MULTILINE)
+    assert _losses(project) == pytest.approx(undisturbed, rel=1e-5)  # float32
+    assert project.state()["state"] == "completed"
+    project.assert_nothing_left()
+
+
+def _losses(project: Project) -> dict[int, float]:
+    return {int(str(row["step"])): float(str(row["loss"])) for row in project.rows("step")}
+
+
 def _is_node(pid: int, name: str, hosts: SshHosts) -> bool:
     """Whether a process is what the driver has started on a host."""
     try:

@@ -36,13 +36,15 @@ class ScriptCommand(click.Command):
         """Parse as click does.
 
         Raises:
-            click.UsageError: an option before `--` resembles one of tutti's, and the script does not mention it.
+            click.UsageError: an option before `--` resembles one of tutti's, and the script does not mention it; or it
+                stands where the script should, and another command has it.
         """
         own = args[: args.index("--")] if "--" in args else list(args)
         ctx.meta[GIVEN] = list(args)
         rest = super().parse_args(ctx, args)
         if ctx.params.get("module"):  # its text is not read
             return rest
+        self._refuse_others_option(ctx)
         known = {name for param in self.params for name in (*param.opts, *param.secondary_opts) if name[:2] == "--"}
         text = _text_of(ctx.params)
         for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
@@ -54,6 +56,17 @@ class ScriptCommand(click.Command):
                     ctx,
                 )
         return rest
+
+    def _refuse_others_option(self, ctx: click.Context) -> None:
+        """Refuse an option of another command in the place of the script."""
+        name = str(ctx.params.get("script") or next(iter(ctx.params.get("target") or ()), "")).partition("=")[0]
+        group = ctx.parent.command if ctx.parent else None
+        if not name.startswith("--") or ctx.parent is None or not isinstance(group, click.Group):
+            return
+        for other in group.list_commands(ctx.parent):
+            command = group.get_command(ctx.parent, other)
+            if command is not None and any(name in param.opts for param in command.params):
+                raise click.UsageError(f"{name} is an option of tutti {other}, not of tutti {ctx.info_name}", ctx)
 
 
 PLACE = checkpoint_place

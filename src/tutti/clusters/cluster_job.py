@@ -41,6 +41,7 @@ class JobRequest:
         time_limit_s: seconds after which the ranks stop with a checkpoint by themselves; None for no limit.
         script: the script's path as the command names it; empty for a module.
         restarts: how often the ranks are started again after failures.
+        least_ranks: fewest ranks to go on with after failures; None if none may be left out.
         checkpoint_store: the object store for checkpoints, if there is one.
         settings: the scheduler's own settings, such as a partition.
     """
@@ -57,6 +58,7 @@ class JobRequest:
     time_limit_s: float | None = None
     script: str = ""
     restarts: int = 0
+    least_ranks: int | None = None
     checkpoint_store: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,6 +16,7 @@ from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand, inter
 from tutti.clusters.cluster_resources import ClusterNode, NodePool
 from tutti.clusters.driver_job import cancel_driver, job_status, remove_errors, running_driver, start_driver
 from tutti.clusters.local_files import moved_word, path_below
+from tutti.clusters.ssh_driver import node_words
 from tutti.clusters.ssh_hosts import (
     SshHost,
     SshSettings,
@@ -74,7 +75,8 @@ class Ssh:
             home = "~/" if directory.startswith("~/") else ""
             lines.append(shlex.join([*ssh_words(settings), host.address]))
             lines += [f"cd {home}{shlex.quote(directory.removeprefix('~/'))}", *settings.setup]
-            words = _node_words(request, place, number, len(hosts), where, shared=shared)
+            part = _part(request, place, shared=shared)
+            words = node_words(part, number, _ranks(request, len(hosts)), request.least_nodes, where)
             lines += [f"{settings.python or sys.executable} -m tutti.cli.main {shlex.join(words)}", ""]
         return "\n".join(lines)
 
@@ -84,16 +86,20 @@ class Ssh:
         needs = _needs(request, settings, hosts, _remote_name(request.folder))
         with interrupts_let_through():
             prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
-        where = _rendezvous(settings, prepared)
+        where, ranks = _rendezvous(settings, prepared), _ranks(request, len(prepared))
         remove_errors(request.folder)
         tasks = []
         for number, place in enumerate(prepared):
-            words = _node_words(request, place, number, len(prepared), where, shared=shared)
+            part = _part(request, place, shared=shared)
+            words = node_words(part, number, ranks, request.least_nodes, where)
             tasks.append(
                 {
                     "name": place.host.name,
                     "command": ssh_command(settings, place.host),
                     "script": bash_script(settings).decode(),
+                    "part": part,
+                    "ranks": ranks[number],
+                    "rendezvous": _own_rendezvous(request, settings, prepared, number),
                     "request": {"arguments": words, **_sent_back(request, settings, prepared, number, shared=shared)},
                 }
             )
@@ -101,6 +107,7 @@ class Ssh:
             "folder": str(request.folder),
             "grace_s": request.grace_s,
             "restarts": needs.restarts,
+            **_without_node_0(request, ranks, restarts=needs.restarts),
             "hosts": tasks,
             "places": [] if shared else [place.copy for place in prepared],
             "names": {} if shared else _names(request, prepared),
@@ -246,33 +253,57 @@ def _rendezvous(settings: SshSettings, hosts: Sequence[PreparedHost]) -> str:
     """Return HOST:PORT where the hosts meet: the first one, under the address by which ssh has reached it."""
     if settings.rendezvous is not None:
         return settings.rendezvous
-    first, loopback = hosts[0], ("127.", "::1")
-    address = first.address
-    if address.startswith(loopback) and not all(host.address.startswith(loopback) for host in hosts):
-        address = first.outside  # ssh reached this very machine, and the others cannot by that address
-    if not address or not first.port:
+    where = _address(hosts, 0)
+    if not where:
         raise LaunchError(
-            f"{first.host.name} does not tell an address or a free port where the hosts can meet; name them: "
+            f"{hosts[0].host.name} does not tell an address or a free port where the hosts can meet; name them: "
             "--request rendezvous=HOST:PORT"
         )
-    return f"[{address}]:{first.port}" if ":" in address else f"{address}:{first.port}"
+    return where
 
 
-def _node_words(
-    request: JobRequest, place: PreparedHost, number: int, count: int, where: str, *, shared: bool
-) -> list[str]:
-    """Return the arguments of `tutti run` on a host. Paths below this directory mean those of the copy."""
-    found = ["run", "--on", "local", "--folder", place.folder]
-    found += ["--resume", place.resume] if place.resume else []
-    nproc = request.nproc or ()
-    if nproc:
-        found += ["--nproc", ",".join(map(str, nproc if request.least_nodes is None else nproc[:1]))]
-    if count > 1:
-        nodes = str(count) if request.least_nodes is None else f"{request.least_nodes}:{count}"
-        found += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
-    if shared or str(request.directory) == place.directory:
-        return [*found, *request.words]
-    return [*found, *(moved_word(word, request.directory, place.directory) for word in request.words)]
+def _own_rendezvous(request: JobRequest, settings: SshSettings, hosts: Sequence[PreparedHost], number: int) -> str:
+    """Return where the hosts would meet if this one had to be node 0; "" if it cannot be."""
+    if settings.rendezvous is not None or (request.checkpoint_store is not None and request.resume is not None):
+        return ""
+    return _address(hosts, number)
+
+
+def _address(hosts: Sequence[PreparedHost], number: int) -> str:
+    """Return the HOST:PORT of a host at which the others reach it; "" if it does not tell one."""
+    host, loopback = hosts[number], ("127.", "::1")
+    address = host.address
+    if address.startswith(loopback) and not all(other.address.startswith(loopback) for other in hosts):
+        address = host.outside  # ssh reached this very machine, and the others cannot by that address
+    if not address or not host.port:
+        return ""
+    return f"[{address}]:{host.port}" if ":" in address else f"{address}:{host.port}"
+
+
+def _part(request: JobRequest, place: PreparedHost, *, shared: bool) -> dict[str, Any]:
+    """Return what only this host has of its command. Paths below this directory mean those of the copy."""
+    words = list(request.words)
+    if not shared and str(request.directory) != place.directory:
+        words = [moved_word(word, request.directory, place.directory) for word in words]
+    return {"folder": place.folder, "resume": place.resume, "words": words}
+
+
+def _ranks(request: JobRequest, count: int) -> list[int | None]:
+    """Return the ranks of each host; None where the plan chooses them."""
+    counts = request.nproc or (None,)
+    return list(counts) if len(counts) == count else [counts[0]] * count
+
+
+def _without_node_0(request: JobRequest, ranks: Sequence[int | None], *, restarts: bool) -> dict[str, Any]:
+    """Return whether another host takes the place of node 0 when that one is lost, and with how many at the least."""
+    first, fewest = ranks[0], request.least_nodes
+    left_out = fewest is None and request.least_ranks is not None
+    if left_out and first is not None:
+        fewest = -(-(request.least_ranks or 1) // first)
+    return {
+        "takes_over": restarts and not (left_out and (first is None or set(ranks) != {first})),
+        "fewest_nodes": fewest,
+    }
 
 
 def _sent_back(

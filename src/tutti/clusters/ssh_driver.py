@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tutti.clusters.driver_job import CANCEL, first_error, give_signs_of_life, own_state, save_state
-from tutti.clusters.node_run import BEAT_S, LOST_S
+from tutti.clusters.node_run import BEAT_S, LOST_GRACE_S, LOST_S
 from tutti.clusters.ssh_node import FRAME
+from tutti.config.run_folder import RunFolder
 from tutti.config.safe_text import plain_text
 from tutti.errors import RESUMABLE
 
@@ -36,10 +37,38 @@ RETRY_S = 5.0
 START_S = 90.0
 """Seconds that a host has to start its part; those of a connection that is being made count."""
 
+SETTLE_S = LOST_GRACE_S + 4.0
+"""Seconds after node 0 was lost in which its ranks may still write a checkpoint, so that no other host takes over."""
+
 _CANCEL_S = 15.0
 _LEAVE_S = 3.0
 
+_SENT_BACK = ("fetch", "ranks", "temporary", "checkpoints", "known", "had")
+"""What a host's task says of the files that it sends back."""
+
 _NODE = b"from tutti.clusters.ssh_node import main; main()"
+
+
+def node_words(
+    part: Mapping[str, Any], number: int, ranks: Sequence[int | None], least: int | None, where: str
+) -> list[str]:
+    """Return the arguments of `tutti run` on a host.
+
+    Args:
+        part: what only this host has: "folder", "resume" (what it goes on from, or ""), and "words", the rest.
+        number: of the node.
+        ranks: of each node; None leaves it to the plan.
+        least: fewest nodes; None if all are needed.
+        where: HOST:PORT where nodes meet.
+    """
+    found = ["run", "--on", "local", "--folder", part["folder"]]
+    found += ["--resume", part["resume"]] if part["resume"] else []
+    if None not in ranks:
+        found += ["--nproc", ",".join(map(str, ranks if least is None else ranks[:1]))]
+    if len(ranks) > 1:
+        nodes = str(len(ranks)) if least is None else f"{least}:{len(ranks)}"
+        found += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
+    return [*found, *part["words"]]
 
 
 class HostLink:
@@ -52,7 +81,7 @@ class HostLink:
     """
 
     def __init__(self, task: dict[str, Any], secret: str, results: "Results") -> None:
-        self.name, self._task, self._secret, self._results = str(task["name"]), task, secret, results
+        self.name, self.task, self._secret, self._results = str(task["name"]), task, secret, results
         self.code: int | None = None
         self.lost, self.over_at, self.begun = "", 0.0, False
         self.connect()
@@ -62,13 +91,13 @@ class HostLink:
         self.code, self.lost, self._said = None, "", ""
         self._heard, self.begun = time.monotonic() + START_S - LOST_S, False
         self._process = subprocess.Popen(
-            self._task["command"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            self.task["command"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
-        place = self._task["request"]["python_path"]
+        place = self.task["request"]["python_path"]
         boot = b"sys.path.insert(0, %b); " % repr(place).encode() + _NODE if place else _NODE
         boot = b"import sys; " + boot
-        task = {**self._task["request"], "secret": self._secret}
-        script = self._task["script"].encode()
+        task = {**self.task["request"], "secret": self._secret}
+        script = self.task["script"].encode()
         self._write(b"%b%d\n%b%b\n" % (script, len(boot), boot, json.dumps(task).encode()))
         for read in (self._read, self._read_errors):
             threading.Thread(target=read, args=(self._process,), name=f"tutti {self.name}", daemon=True).start()
@@ -225,11 +254,11 @@ class Driver:
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._job = job
+        self._job, self._folder = job, Path(job["folder"])
         self._nodes = ",".join(task["name"] for task in job["hosts"])
-        self._results = Results(Path(job["folder"]), several=len(job["hosts"]) > 1, names=job["names"])
+        self._results = Results(self._folder, several=len(job["hosts"]) > 1, names=job["names"])
         self._stopped = self._cancelled = False
-        self._reason, self._deadline = "", float("inf")
+        self._reason, self._deadline, self._successors = "", float("inf"), 0
         self._write("running", None)
         give_signs_of_life()
         secret = secrets.token_hex(32)
@@ -246,8 +275,7 @@ class Driver:
     def run(self) -> None:
         """Watch the hosts to their end."""
         beaten, told = 0.0, ""
-        while not all(link.over or (self._links[0].over and not link.begun) for link in self._links):
-            now = time.monotonic()
+        while not self._ended(now := time.monotonic()):
             wanted = "cancel" if self._cancelled else "stop" if self._stopped else ""
             if wanted != told:
                 told = wanted
@@ -262,6 +290,41 @@ class Driver:
                 break
             time.sleep(0.05)
         self._conclude()
+
+    def _ended(self, now: float) -> bool:
+        if not all(link.over or (self._links[0].over and not link.begun) for link in self._links):
+            return False
+        successor = self._successor()
+        if successor is not None and now > self._links[0].over_at + SETTLE_S:
+            self._begin_again(successor)
+        return successor is None
+
+    def _successor(self) -> HostLink | None:
+        """Return the host that is to be node 0 instead of the one that was lost; None if the run ends."""
+        first, others = self._links[0], self._links[1:]
+        if not (self._job["takes_over"] and first.lost) or self._stopped or self._cancelled:
+            return None
+        if any(link.code == 0 for link in others) or self._successors > len(others):
+            return None
+        return next((link for link in others if link.code is not None and link.task["rendezvous"]), None)
+
+    def _begin_again(self, successor: HostLink) -> None:
+        """Start all hosts anew, another one as node 0; the run goes on from its newest checkpoint."""
+        lost = self._links[0]
+        self._successors += 1
+        self._results.note(f"{successor.name} is node 0 now, in place of {lost.name}")
+        ours, theirs = successor.task["request"], lost.task["request"]
+        ours.update({name: theirs[name] for name in _SENT_BACK}, had=sorted(RunFolder(self._folder).checkpoint_times()))
+        theirs.update(fetch="none", temporary=False, checkpoints=False)
+        self._links = [successor, *(link for link in self._links if link is not successor)]
+        ranks = [link.task["ranks"] for link in self._links]
+        for number, link in enumerate(self._links):
+            part = {**link.task["part"], "resume": ""}  # the host looks for the newest checkpoint
+            words = node_words(part, number, ranks, self._job["fewest_nodes"], successor.task["rendezvous"])
+            link.task["request"] |= {"arguments": words, "resume": link.task["part"]["resume"] or part["folder"]}
+            link.close()
+            link.connect()
+        self._reason, self._deadline = "", float("inf")
 
     def _tell(self, command: str) -> None:
         for link in self._links:
@@ -305,7 +368,7 @@ class Driver:
             state, code, self._reason = "cancelled", 130, ""
         elif lost or failed:
             state, code = "failed", 1 if lost else failed[0]
-            self._reason = lost or first_error(Path(self._job["folder"])) or self._reason
+            self._reason = lost or first_error(self._folder) or self._reason
         else:
             code = max(link.code or 0 for link in deciding)
             state, self._reason = ("failed", "stopped with a checkpoint") if code else ("completed", "")

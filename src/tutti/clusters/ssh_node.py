@@ -146,8 +146,12 @@ def _ran(task: dict[str, Any], commands: Commands, sender: FolderSender, frames:
     if task["python_path"]:
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (task["python_path"], before)))
+    arguments, folder = task["arguments"], Path(task["folder"])
+    if task.get("resume"):  # node 0 was lost, and another host takes its place
+        began = any(folder.glob("checkpoints/step-*/index.json"))
+        arguments = [arguments[0], "--resume", str(folder) if began else task["resume"], *arguments[1:]]
     try:
-        run = HostRun(task["arguments"], task["directory"], environment, lambda data: frames.send("output", data))
+        run = HostRun(arguments, task["directory"], environment, lambda data: frames.send("output", data))
     except OSError as error:
         frames.send("output", f"tutti: `tutti run` cannot be started ({error}); correct the host\n".encode())
         return 2

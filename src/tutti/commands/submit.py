@@ -267,6 +267,7 @@ def _request(
         time_limit_s=options.time_limit_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
+        least_ranks=options.min_ranks or (1 if options.on_failure == "shrink" else None),
         checkpoint_store=options.checkpoint_store,
         settings=settings,
     )
