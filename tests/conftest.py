@@ -20,8 +20,18 @@ def _is_slow(item: pytest.Item) -> bool:
     return path.stem.endswith("_multirank") or not set(SLOW_FOLDERS).isdisjoint(path.parts)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests chosen: every N-th of them")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _is_slow(item))
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        chosen = items[number - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
