@@ -1,6 +1,7 @@
 """The examples in docstrings: every one runs and prints what it says, each module in its own process."""
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,45 @@ import pytest
 import tutti
 from house.tree import PACKAGE, module_name
 
-RUN = """
-import doctest, importlib, sys
-module = importlib.import_module(sys.argv[1])
-result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-assert result.attempted, "no example was found"
-sys.exit(bool(result.failed))
+RUN_ALL = """
+import atexit, doctest, importlib, json, os, shutil, sys, traceback
+from tutti.launch import preload
+preload.load_modules()
+
+def in_process(folder, function, *arguments):
+    sys.stdout.flush()
+    if (process := os.fork()) == 0:
+        os.chdir(folder)
+        output = os.open("output.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
+        try:
+            code = function(*arguments)
+            atexit._run_exitfuncs()
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+def run(text):
+    exec(text, {"__name__": "__main__"})
+    return 0
+
+def examples(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted, "no example was found"
+    return int(bool(result.failed))
+
+os.mkdir("first")
+assert in_process("first", run, sys.argv[1]) == 0, open("first/output.txt").read()
+codes = {}
+for name in sys.argv[2:]:
+    shutil.copytree("first", name)
+    codes[name] = in_process(name, examples, name)
+print(json.dumps(codes))
 """
+"""Runs the examples of each module in a process of its own, which is forked, as importing torch takes seconds."""
 
 FIRST_RUN = """
 import torch
@@ -54,17 +87,21 @@ CALLED_BY_USERS = {
 """Module -> what scripts call from it: each has an example."""
 
 
-def run_python(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-c", *arguments]
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """Where each module's output is, and its exit code."""
+    folder = tmp_path_factory.mktemp("examples")
+    command = [sys.executable, "-c", RUN_ALL, FIRST_RUN, *WITH_EXAMPLES]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder, json.loads(done.stdout)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
-def test_examples_print_what_they_say(module: str, tmp_path: Path) -> None:
-    if module.startswith("tutti.checkpoint"):
-        run_python(tmp_path, FIRST_RUN)
-    run_python(tmp_path, RUN, module)
+def test_examples_print_what_they_say(module: str, examples: tuple[Path, dict[str, int]]) -> None:
+    folder, codes = examples
+    assert codes[module] == 0, (folder / module / "output.txt").read_text()
 
 
 @pytest.mark.parametrize("package", CALLED_BY_USERS)

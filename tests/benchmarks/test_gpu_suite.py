@@ -42,6 +42,7 @@ def test_unknown_parts_are_refused(tmp_path: Path) -> None:
     assert "unknown part spede" in out
 
 
+@pytest.mark.long
 def test_the_parts_of_one_rank_run_on_the_cpu(tmp_path: Path) -> None:
     parts = "correct,speed,prediction"
     code, out = suite(parts, "--rehearse", "--output", str(tmp_path), folder=tmp_path)

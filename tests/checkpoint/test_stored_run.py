@@ -31,6 +31,7 @@ def row_steps(text: bytes) -> list[int]:
     return [row["step"] for row in map(json.loads, text.splitlines()) if row["kind"] == "step"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_is_kept_in_a_store_and_goes_on_on_another_machine(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

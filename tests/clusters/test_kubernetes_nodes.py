@@ -88,6 +88,7 @@ def test_a_cluster_that_does_not_show_its_nodes_says_what_it_takes(cluster: Clus
         pools(cluster)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_plans_compare_kinds_of_nodes(tmp_path: Path, cluster: Cluster) -> None:
     cluster.nodes = [node(name, labels=A100, cpu="96", __gpu="8") for name in ("a", "b")]

@@ -174,6 +174,7 @@ def refused(project: MpiProject, *words: str, cluster: dict[str, str] | None = N
     return err
 
 
+@pytest.mark.long
 def test_what_mpirun_says_is_said_in_words(project: MpiProject, tmp_path: Path) -> None:
     project.write("", "alpha,gamma")
     assert "the name of a host is not known (ssh: Could not resolve hostname gamma" in refused(project, "--nproc", "1")

@@ -80,6 +80,7 @@ def test_a_job_of_two_kinds_of_nodes_trains_stops_and_goes_on(tmp_path: Path, cl
     assert code == 75, err + log()
 
 
+@pytest.mark.long
 @needs_slurm
 @pytest.mark.slow
 def test_each_task_of_srun_sees_a_gpu_of_its_own(tmp_path: Path, cluster: dict[str, str]) -> None:

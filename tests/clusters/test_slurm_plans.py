@@ -100,6 +100,7 @@ def planned(project: Path, cluster: dict[str, str], *words: str) -> dict[str, An
     return dict(json.loads(out))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_partitions_are_compared_and_what_is_not_known_is_said(tmp_path: Path, cluster: dict[str, str]) -> None:
     (tmp_path / "tutti.toml").write_text(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -229,6 +230,7 @@ def _everything() -> dict[str, object]:
     return seen
 
 
+@pytest.mark.long
 def test_every_collective_gives_what_gloo_gives() -> None:
     both = run_ranks(_everything, 2)
     for seen in both:

@@ -19,6 +19,7 @@ def test_one_rank_is_not_special() -> None:
     run_ranks(ranks.telescoping, 1, (1, 211), 60)
 
 
+@pytest.mark.long
 def test_skipped_steps_several_under_way_and_checkpoints() -> None:
     three = (ranks.not_finite, 211), (ranks.several_at_once, 211), (ranks.checkpointed, 211)
     run_ranks(ranks.at_once, 3, *three, (ranks.terngrad_sums, 2000))

@@ -83,6 +83,7 @@ def test_what_the_data_set_raises_stays_as_it_is() -> None:
         read("raise")
 
 
+@pytest.mark.long
 def test_all_batches_come_in_every_epoch() -> None:
     data: Any = list(range(8))
     loader: DataLoader[int] = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)

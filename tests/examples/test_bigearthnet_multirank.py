@@ -158,6 +158,7 @@ def two_ranks(pack: str, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_the_pair_agrees_on_one_rank_and_two_and_after_a_resume(packed: Path, tmp_path: Path) -> None:
     """In float64, with augmentation; two ranks load on workers, one rank does not."""
     one = run_ranks(one_rank, 1, str(packed))[0]

@@ -162,6 +162,7 @@ def test_a_pair_has_the_same_losses_and_prints_the_same_on_one_rank_and_on_two(n
     assert two_lines == lines
 
 
+@pytest.mark.long
 def test_digits_reaches_its_quality_with_dropout_on_two_ranks_from_the_command_line(tmp_path: Path) -> None:
     """As the plain script does with its own order and masks: at least 85 of 100 right after three epochs."""
     command = [sys.executable, "-m", "tutti.cli.main", "run", "--nproc", "2", "--folder", str(tmp_path / "run")]

@@ -140,6 +140,7 @@ def rate_in(cell: str) -> float:
     return float(number) * (1e9 if unit == "G" else 1e6)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_slow_host_and_another_folder_are_named_in_a_lab(tmp_path: Path) -> None:
     with lab_or_skip(3, rates=("unlimited", "unlimited", "100mbit")) as lab:

@@ -128,6 +128,7 @@ def test_without_a_time_out_a_rank_that_computes_goes_on(tmp_path: Path) -> None
     assert run_with("computes", tmp_path).code == 0
 
 
+@pytest.mark.long
 def test_why_explains_a_run_that_lives(tmp_path: Path) -> None:
     command = (*TUTTI, "run", "--no-predict", "--nproc", "2", "--folder", "run", FAULTS, "sleep")
     with running(*command, cwd=tmp_path) as run:

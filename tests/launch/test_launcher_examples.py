@@ -67,11 +67,13 @@ def with_epochs(script: str) -> str:
     return script.replace("train.py", "train.py 2 0")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun(here: Path) -> None:
     train(here, with_epochs(example("torchrun", "bash")), [{}])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (Open MPI) is not installed")
 def test_mpirun(here: Path) -> None:
@@ -79,6 +81,7 @@ def test_mpirun(here: Path) -> None:
     train(here, with_epochs(example("MPI", "bash")), [{**allowed, "OMPI_MCA_rmaps_base_oversubscribe": "1"}])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_skypilot(here: Path) -> None:
     task = yaml.safe_load(example("SkyPilot", "yaml"))

@@ -90,6 +90,7 @@ def test_a_full_memory_keeps_the_earlier_checkpoint_and_training_goes_on(tmp_pat
     assert starts(tmp_path / "two") == [0, 8]
 
 
+@pytest.mark.long
 def test_a_lost_node_s_files_come_from_the_copies_on_another_node(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     mesh = ("--mesh", "shard=4", "--shard", "level=3")
@@ -164,6 +165,7 @@ for seed in range(2):
 """
 
 
+@pytest.mark.long
 def test_a_second_job_goes_without_checkpoints_in_memory(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_JOBS)
     options = ("--nproc", "2", "--memory-checkpoint-every", "1", "--max-restarts", "1")

@@ -46,6 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_lets_all_nodes_go_on_from_the_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     with started(tmp_path, "--max-restarts", "3", script=("4", "kill@10:3", "exit@21:0")) as nodes:
         ends = [one.finish() for one in nodes]
@@ -147,6 +148,7 @@ def test_without_node_0_the_others_end_and_say_so(tmp_path: Path) -> None:
     assert "--resume run" in err
 
 
+@pytest.mark.long
 def test_commands_that_differ_and_folders_that_are_not_shared_are_refused(tmp_path: Path) -> None:
     meet = f"127.0.0.1:{free_port()}"
     (tmp_path / "other").mkdir()

@@ -69,6 +69,7 @@ def test_a_slow_rank_gets_fewer_samples(tmp_path: Path, cause: str) -> None:
     check_like_one_device(tmp_path / "one", tmp_path / "two", *script)
 
 
+@pytest.mark.long
 def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:
     done = tutti_run(tmp_path, "--nproc", "2", "--on-slow-rank", "rebalance", "--mesh", "split=2", SLOW, "--ms", "0")
     assert done.code == 2, done.err

@@ -82,6 +82,7 @@ def test_two_ranks_go_on_for_three_with_the_same_result(tmp_path: Path, undistur
     assert 0 < difference(tmp_path, undisturbed) <= 1e-12, "other sums, the same values"
 
 
+@pytest.mark.long
 def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path, undisturbed: Path) -> None:
     done = recovered(tmp_path, "--max-restarts", "1", "--", "0", "kill@3:0")
     assert done.code == 0, done.err
@@ -105,6 +106,7 @@ def test_a_batch_that_fails_again_ends_the_run_and_its_samples_are_named(tmp_pat
     assert "--resume run" in done.err
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_start_is_left_out(tmp_path: Path) -> None:
     done = recovered(tmp_path, "--max-restarts", "5", "--min-ranks", "2", "--", "0", "exit@-1:2!")
     assert done.code == 0, done.err

@@ -54,9 +54,9 @@ def test_a_job_trains_and_leaves_its_run_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
-        ("executor", "a thread has ended\nexit functions run\n"),
-        ("processes", "[1]\nexit functions run\n"),
-        ("daemon", "exit functions run\n"),
+        pytest.param("executor", "a thread has ended\nexit functions run\n", marks=pytest.mark.long),
+        pytest.param("processes", "[1]\nexit functions run\n", marks=pytest.mark.long),
+        pytest.param("daemon", "exit functions run\n", marks=pytest.mark.long),
         ("thread", "a thread has ended\nexit functions run\n"),
     ],
 )
@@ -68,6 +68,7 @@ def test_a_run_ends_as_an_interpreter_would_whatever_threads_the_script_keeps(
     assert done.out == said
 
 
+@pytest.mark.long
 def test_sys_exit_waits_for_threads_too(tmp_path: Path) -> None:
     done = tutti_run(tmp_path, "--nproc", "1", str(SCRIPTS / "threads.py"), "executor", "exit")
     assert done.code == 0, done.err

@@ -36,6 +36,7 @@ def test_srun_on_two_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
     assert_trained(out, tmp_path, ranks=3)
 
 
+@pytest.mark.long
 def test_the_doctor_checks_the_nodes_of_a_step_together(cluster: dict[str, str], tmp_path: Path) -> None:
     command = ("srun", "--nodes=2", "--ntasks=3", "--distribution=block", sys.executable, "-m", "tutti", "doctor")
     with running(*command, cwd=tmp_path, environment=cluster) as run:

@@ -20,7 +20,9 @@ def ready(folder: Path) -> list[int]:
     return [int((folder / f"ready-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGHUP, signal.SIGUSR1))]
+)
 def test_ranks_that_wrote_a_checkpoint_make_the_run_resumable(tmp_path: Path, number: signal.Signals) -> None:
     with running(*RUN, STOP, "resumable", cwd=tmp_path) as run:
         ready(tmp_path)
@@ -82,6 +84,7 @@ def test_ranks_that_know_no_time_limit_are_ended(tmp_path: Path) -> None:
     assert "the time limit is over" in done.err
 
 
+@pytest.mark.long
 def test_nobody_needs_to_read_what_a_run_prints(tmp_path: Path) -> None:
     command = f"{sys.executable} -m tutti.cli.main run --no-predict --folder run --nproc 2 {STOP} lines"
     shell = ("bash", "-c", f"set -o pipefail; {command} 2>&1 | head -3; exit ${{PIPESTATUS[0]}}")
@@ -149,6 +152,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, how: str) -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.long
 def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
     with running("nohup", *RUN, STOP, "lines", cwd=tmp_path) as run:
         ready(tmp_path)

@@ -112,6 +112,7 @@ def test_a_secret_is_in_the_environment_only_where_this_launcher_starts_all(tmp_
     assert "TUTTI_SECRET" not in of_node(several, tmp_path)
 
 
+@pytest.mark.long
 def test_a_long_folder_of_temporary_files_is_no_hindrance(tmp_path: Path) -> None:
     folder = tmp_path / ("t" * 120)
     folder.mkdir()

@@ -114,6 +114,7 @@ def test_ranks_choose_alike_and_no_bit_changes_in_shared_memory(ranks: int) -> N
     assert row["step_s"] == {"25": 5.0, "0.00390625": 4.0, "0.015625": 3.0}
 
 
+@pytest.mark.long
 def test_through_a_process_group_only_rounding_changes() -> None:
     off = {"TUTTI_SHARED_MEMORY": "off"}
     stated = run_ranks(train, 3, off, [], STEPS)

@@ -171,7 +171,8 @@ def in_folder(folder: str, precision: str, ranks: int, steps: int, before: str |
 
 
 @pytest.mark.parametrize(
-    ("ranks", "precision"), [pytest.param(2, "full", marks=pytest.mark.long), (3, "full"), (2, "float16")]
+    ("ranks", "precision"),
+    [pytest.param(2, "full", marks=pytest.mark.long), (3, "full"), pytest.param(2, "float16", marks=pytest.mark.long)],
 )
 def test_a_checkpoint_says_in_which_scale_it_keeps(tmp_path: Path, ranks: int, precision: str) -> None:
     """A run without a scale takes up all that was kept, unscaled; one with a scale goes on with it."""

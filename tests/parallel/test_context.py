@@ -333,6 +333,7 @@ def test_no_rank_computes_with_parameters_of_another_ranks_check(late: int, leve
     assert_agree(one, run_ranks(late_after_the_check, 4, late, level, timeout_s=60), 1e-11)
 
 
+@pytest.mark.long
 def test_a_model_that_shifts_its_own_labels() -> None:
     """Its loss is over float32 logits; blocks are recomputed by its own means."""
     kinds: tuple[ContextKind, ...] = ("ring", "all-to-all")
@@ -343,6 +344,7 @@ def test_a_model_that_shifts_its_own_labels() -> None:
         assert_agree(one, [result[kind] for result in results], 1e-5)
 
 
+@pytest.mark.long
 def test_models_of_transformers_on_parts_of_sequences() -> None:
     """Their losses shift labels; their attention has windows, caps and sinks; their losses are in float32."""
     results = on_ranks({name: (make, {"mesh": {"context": 2}}) for name, make in LIBRARY.items()}, 2, steps=2)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -58,6 +59,7 @@ def several() -> dict[str, float]:
     return {name: sum(train(normalised(), *one)) / 10 for name, one in cases.items()}
 
 
+@pytest.mark.long
 def test_a_bias_before_a_batchnorm_does_not_lead_astray() -> None:
     for found in run_ranks(several, 2, timeout_s=110):
         for method, kind in KINDS.items():

@@ -40,6 +40,7 @@ def stated(offload: Offload, samples: int = 16, microbatches: int = 16, precisio
     )
 
 
+@pytest.mark.long
 def test_13_billion_parameters_train_on_one_32_gb_v100_with_enough_host_memory() -> None:
     model, script = language(40, 5120, 40), Plan(batch=BatchPlan(global_batch_size=512), precision="float16")
     choice = choose(model, v100(384), PlanRequest(script=script, scope="all"))

@@ -72,7 +72,7 @@ def assert_same(one: Trained, many: Trained, tolerance: float) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_what_one_device_does(name: str, world_size: int) -> None:
     one = results("exact", 1)[0][name]

@@ -77,6 +77,7 @@ def states() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long
 def test_blocks_of_their_own_are_given_back_and_the_heap_is_kept() -> None:
     seen = run_ranks(states, 1)[0]
     for name in ("mapped", "lasting, as a run begins", "after it, as a run begins"):
