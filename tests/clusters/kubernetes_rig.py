@@ -112,6 +112,13 @@ class Kubelet:
             message = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
             self._unplaced(message)
             return
+        others = [each.pod for each in self.cluster.kubelets.values() if each is not self]
+        placed = [
+            pod for pod in others if "nodeName" in pod["spec"] and pod["status"]["phase"] in ("Pending", "Running")
+        ]
+        if len(placed) >= self.cluster.most_pods:
+            self._unplaced("0/2 nodes are available: 2 Insufficient cpu.")
+            return
         volumes = [each["persistentVolumeClaim"] for each in spec["volumes"] if "persistentVolumeClaim" in each]
         absent = [each["claimName"] for each in volumes if each["claimName"] not in self.cluster.claims]
         if absent:
@@ -181,6 +188,8 @@ class Cluster:
 
     Attributes:
         images, claims, namespaces: that there are.
+        release: of Kubernetes.
+        most_pods: how many pods find a place; others wait.
         nodes: what the list of nodes has.
         quota: most jobs; pods_quota: most pods.
         refuse: called with method and path; may raise a Refusal.
@@ -192,6 +201,7 @@ class Cluster:
         self.home.mkdir(parents=True)
         self.images, self.claims, self.namespaces = {"train:1"}, {"runs"}, {"team"}
         self.quota, self.pods_quota, self.admitted = 99, 99, False
+        self.release, self.most_pods = "34", 99
         self.nodes = [node("node0", cpu="4"), node("node1", cpu="3500m")]
         self.refuse: Callable[[str, str], None] = lambda method, path: None
         self.things: dict[tuple[str, str, str], Thing] = {}
@@ -292,6 +302,15 @@ class Cluster:
         done = {self.index(pod) for pod in pods if pod["status"]["phase"] == "Succeeded"}
         if len(done) == spec["completions"]:
             self._end(job, "Complete", "CompletionsReached", "")
+            return
+        rules = spec.get("successPolicy", {}).get("rules", [])
+        if any(int(rule["succeededIndexes"]) in done for rule in rules):  # lingering pods end
+            for pod in active:
+                if "deletionTimestamp" not in pod["metadata"]:
+                    self.delete_pod(pod)
+            if not active:
+                self._end(job, "Complete", "SuccessPolicy", "")
+            return
         for index in set(range(spec["completions"])) - done - {self.index(pod) for pod in active}:
             self._make_pod(job, index)
 
@@ -437,6 +456,9 @@ class Handler(BaseHTTPRequestHandler):
             if parts.path == "/api/v1/nodes":
                 nodes = {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": self.cluster.nodes}
                 self._send(nodes)
+                return
+            if parts.path == "/version/":
+                self._send({"major": "1", "minor": self.cluster.release, "gitVersion": f"v1.{self.cluster.release}.0"})
                 return
             match = _PATH.fullmatch(parts.path)
             if match is None:

@@ -97,6 +97,27 @@ def test_all_objects_are_valid_in_strict_schemas(tmp_path: Path, version: str) -
         kubernetes_validate.validate(thing, version, strict=True)
 
 
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version >= "1.31"])
+def test_a_range_ends_with_pod_0(tmp_path: Path, version: str) -> None:
+    request = replace(request_for(tmp_path / "run", volumes="runs:/runs", folder="/runs"), least_nodes=1, nproc=(4,))
+    job, *_ = yaml.safe_load_all(Kubernetes().preview(request))
+    kubernetes_validate.validate(job, version, strict=True)
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert job["spec"]["completions"] == 2
+    assert "1:2" in job["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+def test_a_range_needs_a_cluster_with_success_policies(request_here: JobRequest, cluster: Cluster) -> None:
+    cluster.release = "30+"
+    said = refusal(replace(request_here, least_nodes=1))
+    assert "--nnodes 1:2 needs Kubernetes 1.31 or newer" in said
+    assert "this cluster has 1.30; give one number of nodes" in said
+    assert not cluster.posted
+    assert refusal(replace(request_here, least_nodes=1, settings={"image": "train:1"})).startswith(
+        "the run folder would"
+    )
+
+
 def test_settings_reach_the_pod(tmp_path: Path) -> None:
     request = replace(request_for(tmp_path / "run", **EVERYTHING), grace_s=90.5, restarts=3, resume="s3://b/run")
     request = replace(request, words=("--nproc", "4", f"{tmp_path}/train.py", f"--data={tmp_path}/d", "/data/x"))
@@ -382,14 +403,21 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 
 def test_a_pod_goes_on_with_a_run_that_has_begun(tmp_path: Path) -> None:
     words = ("--nproc", "1", "train.py")
-    begun = pod_command("inside", tmp_path, "/runs/old", 2, "n-{}.n:29400", 1, words)
+    begun = pod_command("inside", tmp_path, "/runs/old", "2", "n-{}.n:29400", 1, words)
     nodes = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "n-0.n:29400", "--one-screen"]
     start = ["run", "--on", "local", "--folder", str(tmp_path)]
     assert begun == [*start, "--resume", "/runs/old", *nodes, *words]
+    ranged = pod_command("inside", tmp_path, "", "1:4", "n-{}.n:29400", 1, words)
+    assert ranged == [*start, "--nnodes", "1:4", *nodes[2:], *words]
     (tmp_path / "run.json").write_text("{}")
-    assert pod_command("inside", tmp_path, "/runs/old", 1, "", 0, words) == [*start, "--resume", str(tmp_path), *words]
+    assert pod_command("inside", tmp_path, "/runs/old", "1", "", 0, words) == [
+        *start,
+        "--resume",
+        str(tmp_path),
+        *words,
+    ]
     with pytest.raises(LaunchError, match="the pods do not see"):
-        pod_command("seen", tmp_path, "", 1, "", 0, words)
+        pod_command("seen", tmp_path, "", "1", "", 0, words)
 
 
 def test_a_pod_with_a_store_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
@@ -397,12 +425,12 @@ def test_a_pod_with_a_store_goes_on_from_its_own_checkpoints_only(tmp_path: Path
     (tmp_path / "store/step-00000004").mkdir(parents=True)
     (tmp_path / "store/step-00000004/index.json").write_text("{}")  # of another job
     start = ["run", "--on", "local", "--folder", "/tmp/tutti/n-1"]
-    assert pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"]) == [*start, "train.py"]
-    assert pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"]) == [*start, "train.py"]
+    assert pod_command(store, Path("/tmp/tutti/n-1"), "", "1", "", 0, ["train.py"]) == [*start, "train.py"]
+    assert pod_command(store, Path("/tmp/tutti/n-1"), "", "1", "", 0, ["train.py"]) == [*start, "train.py"]
     for name in ("step-00000002.0a", "step-00000003.0b"):
         (tmp_path / "store" / name).mkdir()
         (tmp_path / "store" / name / "index.json").write_text("{}")
-    again = pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"])
+    again = pod_command(store, Path("/tmp/tutti/n-1"), "", "1", "", 0, ["train.py"])
     assert again == [*start, "--resume", f"{store}/step-00000003.0b", "train.py"]
 
 

@@ -1,11 +1,13 @@
 """Runs on Kubernetes, by the official client and the real command line, against a stand-in that starts the pods."""
 
 import json
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,3 +203,48 @@ def test_a_pod_without_a_volume_goes_on_from_its_store(project: Path, cluster: C
         assert steps_of(inside) == list(range(int(stored.parent.name[5:13]) + 1, 81))
     finally:
         shutil.rmtree(inside, ignore_errors=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_range_begins_with_one_pod_takes_on_another_and_outlives_pod_0(project: Path, cluster: Cluster) -> None:
+    cluster.most_pods = 1
+    words = ("--no-predict", "--nnodes", "1:2", "--nproc", "1", "--folder", "run", "--checkpoint-every", "1")
+    code, out, err = tutti(project, cluster.variables, "submit", "--json", *words, TRAIN, "60", "0.2")
+    assert code == 0, err
+    space, _, name = json.loads(out)["job"].partition("/")
+    job, run = cluster.find("jobs", space, name), project / "run"
+    assert job is not None
+
+    def log() -> str:
+        return tutti(project, cluster.variables, "logs", "run")[1]
+
+    def pod(index: int) -> dict[str, Any]:
+        with cluster.lock:
+            running = [each for each in cluster.pods(job) if each["status"]["phase"] == "Running"]
+            return next(each for each in running if cluster.index(each) == index)
+
+    assert wait_until(lambda: len(steps_of(run)) >= 2, 120), log()
+    found = state(project, cluster.variables, "run")
+    assert (found["state"], found["nodes"]) == ("running", "node0"), log()
+    assert "1 of 2 pods wait: Unschedulable" in found["reason"]
+    cluster.most_pods = 2
+    assert wait_until(lambda: "2 ranks go on" in log(), 120), log()
+    # A pod that is evicted leaves, the other one goes on, and the next one is taken on.
+    cluster.evict(pod(1))
+    assert wait_until(lambda: "1 rank goes on" in log(), 120), log()
+    assert wait_until(lambda: f"\n{log()}".count("\n2 ranks go on") == 2, 120), log()
+    # The node of pod 0 is lost.
+    with cluster.lock:
+        lost = pod(0)
+        lost["status"]["conditions"] = [
+            {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+        ]
+        process = cluster.kubelets[lost["metadata"]["uid"]].process
+        assert process is not None
+        os.killpg(process.pid, signal.SIGKILL)
+    code, _, err = tutti(project, cluster.variables, "attach", "run", timeout_s=300)
+    assert code == 0, err + log()
+    assert "node 0, which decides for all nodes, is lost" in log()
+    assert set(steps_of(run)) == set(range(1, 241)), "no step is left out"
+    assert state(project, cluster.variables, "run")["state"] == "completed"

@@ -31,6 +31,7 @@ from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
     from tutti.commands.run_conclusion import Conclusion
+    from tutti.launch.failure import Failure
 
 
 def _counts(
@@ -139,11 +140,19 @@ def command(**given: Any) -> None:
             console.print("stopped")
             sys.exit(130)
         failure = ended.outcome.failure
-        if not options.one_screen or failure is None or failure.first in ended.spec.ranks:
+        if not options.one_screen or failure is None or _tells(ended, failure):
             _show(ended)
         if options.as_json:
             print(json.dumps(_document(ended), indent=2))
     sys.exit(ended.exit_code)
+
+
+def _tells(ended: "Conclusion", failure: "Failure") -> bool:
+    """Whether this node says how the run has failed, where one of all says it."""
+    from tutti.launch.failure import LOST_NODE
+
+    lost = failure.error == LOST_NODE and (ended.is_first or failure.first == 0)  # without node 0, each for itself
+    return lost or failure.first in ended.spec.ranks
 
 
 def _show(ended: "Conclusion") -> None:

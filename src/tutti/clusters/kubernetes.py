@@ -97,6 +97,7 @@ class Kubernetes:
         request = replace(request, resume=_resumed(request, folder))
         job, service, secret = manifests(request, settings, name, folder, kind)
         cluster = cluster_of(settings.context, settings.kubeconfig)
+        _check_version(request, cluster)
         space = settings.namespace or cluster.namespace
         mark = {"folder": folder if kind == "inside" else "", "job": name}
         (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
@@ -117,6 +118,9 @@ class Kubernetes:
                 file=sys.stderr,
             )
         return f"{space}/{name}"
+
+    def check_range(self, request: JobRequest) -> None:
+        pass  # the version of the cluster is looked at when the job is submitted
 
     def log(self, request: JobRequest, job: str) -> str:
         return str(request.folder / LOG)
@@ -172,7 +176,8 @@ class Kubernetes:
     def stop(self, job: str) -> None:
         state = _JOBS.read(job)
         cluster, space, name = _of(job, state)
-        live = {pod["metadata"]["name"] for pod in cluster.pods(space, name) if exit_code(pod) is None}
+        pods = cluster.pods(space, name)
+        live = {pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"}
         # The cluster ends the pods as it does at a deadline: with their grace, and for good. The Job stays.
         now = datetime.now(UTC).isoformat(timespec="seconds")
         change = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
@@ -193,6 +198,16 @@ class Kubernetes:
         cluster.delete(space, name, grace_s=1)
         if state is not None:
             _JOBS.write(job, replace(_JOBS.read(job) or state, cancelled=True))
+
+
+def _check_version(request: JobRequest, cluster: Cluster) -> None:
+    """Check that a job may end while some of its pods were never placed. Raises LaunchError otherwise."""
+    major, minor = (1, 31) if request.least_nodes is None else cluster.version()
+    if (major, minor) < (1, 31):
+        raise LaunchError(
+            f"--nnodes {request.least_nodes}:{request.nodes} needs Kubernetes 1.31 or newer, where a job has a success "
+            f"policy, and this cluster has {major}.{minor}; give one number of nodes"
+        )
 
 
 def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tuple[str, str]:

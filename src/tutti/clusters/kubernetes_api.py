@@ -77,6 +77,7 @@ class Cluster:
         self._host = str(settings.host)
         self._client = client.ApiClient(settings)
         self.batch, self.core = client.BatchV1Api(self._client), client.CoreV1Api(self._client)
+        self._about = client.VersionApi(self._client)
 
     def ask(self, call: Callable[..., Any], *words: Any, absent: bool = False, **named: Any) -> Any:
         """Return what the API answers, as plain data.
@@ -102,6 +103,12 @@ class Cluster:
             raise LaunchError(refused(int(error.status or 0), str(error.body or error.reason))) from None
         except (self._http.HTTPError, OSError) as error:
             raise LaunchError(unreachable(self._host, error)) from None
+
+    def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes, such as (1, 33). Raises LaunchError if the API does not answer."""
+        found = self.ask(self._about.get_code)
+        major, minor = (re.match(r"\d+", str(found[key])) for key in ("major", "minor"))  # "33+" on some clouds
+        return int(major[0] if major else 0), int(minor[0] if minor else 0)
 
     def pods(self, space: str, name: str) -> list[dict[str, Any]]:
         """Return the pods of a job, the oldest first."""

@@ -188,6 +188,7 @@ def manifests(
         "metadata": {**about, "labels": {**labels, **queue}},
         "spec": {
             **({"suspend": True} if queue else {}),  # until Kueue admits it
+            **_success_policy(request),
             "completionMode": "Indexed",
             "completions": request.nodes,
             "parallelism": request.nodes,
@@ -226,6 +227,11 @@ def owned(thing: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job["name"], "uid": job["uid"]}
     return {**thing, "metadata": {**thing["metadata"], "ownerReferences": [owner]}}
+
+
+def _success_policy(request: JobRequest) -> dict[str, Any]:
+    """With a range of nodes the end of pod 0 ends the job: others may never have been placed."""
+    return {} if request.least_nodes is None else {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 
 def _failure_policy() -> dict[str, Any]:
@@ -286,8 +292,9 @@ def _container(
 ) -> dict[str, Any]:
     directory, words = _placed(request, settings)
     resume = f"{request.resume or ''}"
+    nodes = f"{'' if request.least_nodes is None else f'{request.least_nodes}:'}{request.nodes}"
     node = [*settings.prefix.split(), settings.python, "-m", "tutti.clusters.kubernetes_node"]
-    node += [kind, folder, resume, str(request.nodes), f"{name}-{{}}.{name}:{settings.port}", *words]
+    node += [kind, folder, resume, nodes, f"{name}-{{}}.{name}:{settings.port}", *words]
     if settings.setup:
         node = ["sh", "-c", "\n".join(["set -e", *settings.setup, 'exec "$@"']), "sh", *node]
     secret = {"secretKeyRef": {"name": name, "key": _SECRET_KEY}}

@@ -47,7 +47,7 @@ def wait_for_names(hosts: Sequence[str], resolve: Callable[[str], object], pause
 
 
 def pod_command(
-    kind: str, folder: Path, resume: str, nodes: int, rendezvous: str, index: int, words: Sequence[str]
+    kind: str, folder: Path, resume: str, nodes: str, rendezvous: str, index: int, words: Sequence[str]
 ) -> list[str]:
     """Return the arguments of `tutti run` in this pod.
 
@@ -58,7 +58,7 @@ def pod_command(
         kind: "seen", "inside", or a store; see `tutti.clusters.kubernetes_manifest.manifests`.
         folder: the run folder in the pods.
         resume: what the job's first start continues from; empty if it begins.
-        nodes: number of pods.
+        nodes: number of pods, or such as "1:4" for a range.
         rendezvous: HOST:PORT of a pod, with "{}" for its number.
         index: number of this pod.
         words: the arguments that are the same in all pods.
@@ -77,8 +77,8 @@ def pod_command(
     elif RunFolder(folder).header.exists():
         resume = str(folder)
     found += ["--resume", resume] if resume else []
-    if nodes > 1:
-        found += ["--nnodes", str(nodes), "--node-rank", str(index), "--rendezvous", rendezvous.format(0)]
+    if nodes != "1":
+        found += ["--nnodes", nodes, "--node-rank", str(index), "--rendezvous", rendezvous.format(0)]
         found += ["--one-screen"]
     return [*found, *words]
 
@@ -91,7 +91,8 @@ def command_in_pod(
     Args:
         numbered: how the command calls the number of nodes.
         nproc: ranks of each pod.
-        nodes, rendezvous, index: see `pod_command`.
+        nodes: number of pods.
+        rendezvous, index: see `pod_command`.
         words: the arguments that are the same in all pods.
     """
     command = NodeCommand(words=tuple(words), numbered=numbered)
@@ -173,12 +174,13 @@ def main() -> None:
         if kind == COMMAND:
             arguments = command_in_pod(folder, int(resume), int(nodes), rendezvous, index, words)
         else:
-            arguments = pod_command(kind, Path(folder), resume, int(nodes), rendezvous, index, words)
+            arguments = pod_command(kind, Path(folder), resume, nodes, rendezvous, index, words)
     except LaunchError as error:
         print(f"tutti: {error}", file=sys.stderr)
         sys.exit(2)
-    if int(nodes) > 1:
-        hosts = [rendezvous.format(number).rpartition(":")[0] for number in range(int(nodes))]
+    if nodes != "1":
+        awaited = 1 if ":" in nodes else int(nodes)  # with a range the run begins with the pods that there are
+        hosts = [rendezvous.format(number).rpartition(":")[0] for number in range(awaited)]
         wait_for_names(hosts, lambda host: socket.getaddrinfo(host, None))
     files = SentFiles(sent_files())
     code = child.run(files.in_command(arguments))

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tutti.config import serialization
 from tutti.config.safe_text import plain_text
-from tutti.errors import LaunchError
+from tutti.errors import RESUMABLE, LaunchError
 from tutti.job_secret import find_secret
 from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
@@ -182,7 +182,7 @@ class NodeMember:
             error=LOST_NODE,
         )  # fmt: skip
         given_up = "" if failure.message == message else message
-        return Outcome(status="failed", exit_code=1, failure=failure, given_up=given_up)
+        return Outcome(status="failed", exit_code=RESUMABLE, failure=failure, given_up=given_up)
 
     def _check_folder(self, folder: Path, token: str) -> None:
         """Check that this node sees node 0's run folder, which checkpoints and the record of the run are in."""
