@@ -132,3 +132,11 @@ def test_load_sees_a_process_that_computes_now() -> None:
         busy.kill()
         busy.wait()
         os.sched_setaffinity(0, before)
+
+
+def test_what_is_kept_is_found_without_torch() -> None:
+    """`tutti run` looks for it on each node, where torch would take seconds."""
+    code = (
+        "import sys; from tutti.commands.inputs import kept_cluster as kept; kept(1); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

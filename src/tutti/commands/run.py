@@ -630,12 +630,12 @@ def _to_predict(options: RunOptions) -> bool:
     A run that was planned just now has a prediction already; machines without a description cannot be predicted, and
     ranks that share a device are not.
     """
-    described = options.cluster is not None or options.nnodes == 1 or _nodes_are_measured(options.nnodes)
-    described = described and options.least_nodes is None
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
-    stated = stated and options.relax == "exact"
+    stated = stated and options.relax == "exact" and options.least_nodes is None
     wanted = options.predict and not options.module and not options.share_device
-    return wanted and options.node_rank == 0 and stated and described
+    if not (wanted and options.node_rank == 0 and stated):
+        return False
+    return options.cluster is not None or options.nnodes == 1 or _nodes_are_measured(options.nnodes)
 
 
 def _nodes_are_measured(nnodes: int) -> bool:

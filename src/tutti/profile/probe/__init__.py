@@ -1,12 +1,17 @@
-"""Measure machines, this host or all hosts of a process group, and return a ClusterSpec."""
+"""Measure machines, this host or all hosts of a process group, and return a ClusterSpec.
+
+What measures needs torch and is loaded on first use: `tutti run` looks here for what is kept.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tutti.config.cluster import ClusterSpec
 from tutti.profile.probe.cluster_cache import cached_cluster_path, node_set_path, of_nodes, read_cached
-from tutti.profile.probe.local_probe import measure_here
-from tutti.profile.probe.probe_timing import FULL, QUICK, Effort
+
+if TYPE_CHECKING:
+    from tutti.profile.probe.probe_timing import FULL, QUICK, Effort
 
 TIMEOUT_S = 600.0
 
@@ -31,6 +36,9 @@ def measure(
     Raises:
         LaunchError: a rank fails. Daemonic processes may not start others and cannot call this.
     """
+    from tutti.profile.probe.local_probe import measure_here
+    from tutti.profile.probe.probe_timing import FULL, QUICK
+
     return measure_here(
         QUICK if quick else FULL,
         ranks,
@@ -50,3 +58,11 @@ __all__ = [
     "of_nodes",
     "read_cached",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FULL", "QUICK", "Effort"):
+        from tutti.profile.probe import probe_timing
+
+        return getattr(probe_timing, name)
+    raise AttributeError(f"module 'tutti.profile.probe' has no attribute {name!r}")
