@@ -158,8 +158,8 @@ def test_a_host_gets_as_many_ranks_as_it_has_slots(tmp_path: Path) -> None:
         (("--nnodes", "1:2", "--nproc", "1,1", "--rendezvous", "localhost:29511"), "the same number of ranks on each"),
         (("--nnodes", "1:2", "--rendezvous", "localhost:29511", "--folder", "run"), "needs the ranks per node"),
         (
-            ("--on", "k8s", "--nnodes", "1:2", "--nproc", "1"),
-            "1:2: jobs of kubernetes have one number of nodes",
+            ("--on", "mpi", "--nnodes", "1:2", "--nproc", "1"),
+            "1:2: jobs of mpi have one number of nodes",
         ),
     ],
 )

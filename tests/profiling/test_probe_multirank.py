@@ -301,9 +301,10 @@ def test_where_the_spec_of_this_host_is_kept(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_quick_and_full_are_what_measure_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tutti.profile import probe
+    from tutti.profile.probe import local_probe
 
     asked: list[Effort] = []
-    monkeypatch.setattr(probe, "measure_here", lambda effort, ranks, **more: asked.append(effort))
+    monkeypatch.setattr(local_probe, "measure_here", lambda effort, ranks, **more: asked.append(effort))
     measure(quick=True)
     measure(quick=False)
     assert asked == [probe.QUICK, probe.FULL]
