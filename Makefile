@@ -69,7 +69,7 @@ test: check  ## lint, types and tests (7 to 15 minutes on 2 cores)
 	@echo "== tests"
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --ignore tests/test_house.py --durations=15
 
-long: $(STAMP)  ## the tests that `make test` leaves out, and those of GPU kernels, for which it installs Triton (PART=1/3: a third)
+long: $(STAMP)  ## the tests that `make test` leaves out, and those of GPU kernels, for which it installs Triton (PART=1/4: a quarter)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long --durations=15 $(if $(PART),--part $(PART))
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton]'
 	@$(BIN)/python -m pytest -q -n 2 tests/compression/test_gpu_kernels.py tests/compression/test_gpu_compiled.py
