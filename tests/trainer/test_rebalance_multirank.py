@@ -412,4 +412,5 @@ def test_a_slow_rank_has_fewer_samples_on_accelerators() -> None:
     for step in range(steps):
         assert results[0][0].own[step] + results[1][0].own[step] == one.own[step]
     assert min(len(own) for own in results[1][0].own if own) < 4
-    assert said[-1].endswith("; no longer slow"), said
+    # Where other programs use the cores, too, another rank may have been the last to get its share back.
+    assert any(words.endswith(("; no longer slow", "; less slow than before")) for words in said), said
