@@ -65,7 +65,7 @@ demo-bigearthnet: $(STAMP)  ## the remote-sensing example: make patches, pack th
 	@$(BIN)/tutti report $(BIGEARTHNET)/run
 	@echo "== open $(CURDIR)/$(BIGEARTHNET)/run/report/report.html"
 
-test: check  ## lint, types and tests (7 to 15 minutes on 2 cores)
+test: check  ## lint, types and tests (10 to 30 minutes on 2 cores)
 	@echo "== tests"
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --ignore tests/test_house.py --durations=15
 

@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not _is_slow(item))
     if part := config.getoption("--part"):
         number, parts = map(int, part.split("/"))
+        if not 1 <= number <= parts:
+            raise pytest.UsageError(f"--part {part}: there are parts 1 to {parts}")
         chosen = items[number - 1 :: parts]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen

@@ -1,9 +1,14 @@
-"""Durations, and options about restarts that contradict each other."""
+"""Durations, options about restarts that contradict each other, and which node says how a run has failed."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tutti.cli.run import _tells
 from tutti.commands.run_options import RunOptions, check_restarts, duration_s
 from tutti.errors import LaunchError
+from tutti.launch.failure import LOST_NODE
 
 
 @pytest.mark.parametrize(
@@ -37,3 +42,20 @@ def test_options_about_restarts_must_agree(given: dict[str, object], words: str)
 
 def test_options_about_restarts() -> None:
     check_restarts(RunOptions(target=("t.py",), max_restarts=2, min_ranks=1, on_failure="shrink"))
+
+
+@pytest.mark.parametrize(
+    ("node", "first", "error", "tells"),
+    [
+        (0, 1, "ValueError", True),
+        (1, 1, "ValueError", False),
+        (0, 3, LOST_NODE, True),
+        (1, 5, LOST_NODE, False),
+        (1, 0, LOST_NODE, True),
+    ],
+)
+def test_one_node_says_how_a_run_has_failed(node: int, first: int, error: str, tells: bool) -> None:
+    """Of three nodes with two ranks each; without node 0, which decides, each says it for itself."""
+    ended: Any = SimpleNamespace(is_first=node == 0, spec=SimpleNamespace(ranks=range(2 * node, 2 * node + 2)))
+    failure: Any = SimpleNamespace(first=first, error=error)
+    assert _tells(ended, failure) == tells

@@ -374,6 +374,32 @@ def test_a_stopped_job_has_the_exit_code_of_its_pods(request_here: JobRequest, t
     assert (status.state, status.exit_code) == ("cancelled", told)
 
 
+def test_a_range_that_has_ended_waits_for_no_pod_without_a_place(request_here: JobRequest, cluster: Cluster) -> None:
+    cluster.most_pods, scheduler = 1, Kubernetes()
+    job = scheduler.submit(replace(program(request_here), least_nodes=1, nproc=(4,)))
+    assert wait_until(lambda: scheduler.status(job).ended, 60), scheduler.status(job)
+    assert scheduler.status(job).state == "completed"
+    assert wait_until(lambda: all(pod["status"]["phase"] != "Pending" for pod in _pods(cluster)), 10)
+
+
+def test_a_range_that_is_stopped_has_the_exit_code_of_the_pods_that_ran(
+    request_here: JobRequest, cluster: Cluster
+) -> None:
+    cluster.most_pods, scheduler = 1, Kubernetes()
+    (request_here.folder.parent / "hold").touch()
+    job = scheduler.submit(replace(program(request_here), least_nodes=1, nproc=(4,)))
+    log = request_here.folder / "kubernetes.log"
+    assert wait_until(lambda: scheduler.collect(job) or (log.exists() and log.read_text().count(": 6 c") == 1), 60)
+    scheduler.stop(job)
+    status = scheduler.status(job)
+    assert (status.state, status.exit_code) == ("cancelled", 75)
+
+
+def _pods(cluster: Cluster) -> list[dict[str, Any]]:
+    with cluster.lock:
+        return [thing for thing in cluster.things.values() if thing["kind"] == "Pod"]
+
+
 def test_logs_that_may_not_be_read_are_refused(request_here: JobRequest, cluster: Cluster) -> None:
     def refuse(method: str, path: str) -> None:
         if path.endswith("/log"):
@@ -454,7 +480,7 @@ def test_a_pod_that_is_told_to_stop_before_it_begins_is_resumable(tmp_path: Path
         env={**os.environ, "JOB_COMPLETION_INDEX": "1"}, stderr=subprocess.PIPE, text=True,
     ) as pod:  # fmt: skip
         assert pod.stderr is not None
-        assert pod.stderr.readline() == "waiting for pod 0 of 2\n"
+        assert pod.stderr.readline() == "waiting until pod 0 is placed\n"
         time.sleep(0.05)
         pod.send_signal(signal.SIGTERM)
         assert pod.wait(20) == 75

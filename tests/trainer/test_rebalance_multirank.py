@@ -412,5 +412,5 @@ def test_a_slow_rank_has_fewer_samples_on_accelerators() -> None:
     for step in range(steps):
         assert results[0][0].own[step] + results[1][0].own[step] == one.own[step]
     assert min(len(own) for own in results[1][0].own if own) < 4
-    # Where other programs use the cores, too, another rank may have been the last to get its share back.
-    assert any(words.endswith(("; no longer slow", "; less slow than before")) for words in said), said
+    given_back = [words for words in said if words.startswith("rank 1 gets ")]  # the load of others may move rank 0's
+    assert any(words.endswith(("; no longer slow", "; less slow than before")) for words in given_back), said

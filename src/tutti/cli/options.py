@@ -44,7 +44,7 @@ class ScriptCommand(click.Command):
         rest = super().parse_args(ctx, args)
         if ctx.params.get("module"):  # its text is not read
             return rest
-        self._refuse_others_option(ctx)
+        self._refuse_option_of_another_command(ctx)
         known = {name for param in self.params for name in (*param.opts, *param.secondary_opts) if name[:2] == "--"}
         text = _text_of(ctx.params)
         for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
@@ -57,7 +57,7 @@ class ScriptCommand(click.Command):
                 )
         return rest
 
-    def _refuse_others_option(self, ctx: click.Context) -> None:
+    def _refuse_option_of_another_command(self, ctx: click.Context) -> None:
         """Refuse an option of another command in the place of the script."""
         name = str(ctx.params.get("script") or next(iter(ctx.params.get("target") or ()), "")).partition("=")[0]
         group = ctx.parent.command if ctx.parent else None

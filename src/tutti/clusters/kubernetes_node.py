@@ -41,7 +41,7 @@ def wait_for_names(hosts: Sequence[str], resolve: Callable[[str], object], pause
                 resolve(host)
                 break
             if not said:
-                print(f"waiting for pod {number} of {len(hosts)}", file=sys.stderr, flush=True)
+                print(f"waiting until pod {number} is placed", file=sys.stderr, flush=True)
                 said = True
             time.sleep(pause_s)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shlex
@@ -296,13 +297,13 @@ def _ranks(request: JobRequest, count: int) -> list[int | None]:
 
 def _without_node_0(request: JobRequest, ranks: Sequence[int | None], *, restarts: bool) -> dict[str, Any]:
     """Return whether another host takes the place of node 0 when that one is lost, and with how many at the least."""
-    first, fewest = ranks[0], request.least_nodes
-    left_out = fewest is None and request.least_ranks is not None
+    first, least = ranks[0], request.least_nodes
+    left_out = least is None and request.least_ranks is not None
     if left_out and first is not None:
-        fewest = -(-(request.least_ranks or 1) // first)
+        least = math.ceil((request.least_ranks or 1) / first)
     return {
         "takes_over": restarts and not (left_out and (first is None or set(ranks) != {first})),
-        "fewest_nodes": fewest,
+        "least_nodes": least,
     }
 
 

@@ -320,7 +320,7 @@ class Driver:
         ranks = [link.task["ranks"] for link in self._links]
         for number, link in enumerate(self._links):
             part = {**link.task["part"], "resume": ""}  # the host looks for the newest checkpoint
-            words = node_words(part, number, ranks, self._job["fewest_nodes"], successor.task["rendezvous"])
+            words = node_words(part, number, ranks, self._job["least_nodes"], successor.task["rendezvous"])
             link.task["request"] |= {"arguments": words, "resume": link.task["part"]["resume"] or part["folder"]}
             link.close()
             link.connect()

@@ -267,10 +267,16 @@ def _request(
         time_limit_s=options.time_limit_s,
         script="" if options.module else options.script,
         restarts=options.max_restarts,
-        least_ranks=options.min_ranks or (1 if options.on_failure == "shrink" else None),
+        least_ranks=_least_ranks(options) if options.goes_on else None,
         checkpoint_store=options.checkpoint_store,
         settings=settings,
     )
+
+
+def _least_ranks(options: RunOptions) -> int | None:
+    from tutti.launch.restarts import RestartPolicy
+
+    return RestartPolicy(min_ranks=options.min_ranks, on_failure=options.on_failure).least
 
 
 def _folder(options: RunOptions, *, dry_run: bool) -> Path:
