@@ -377,7 +377,9 @@ def test_a_stopped_job_has_the_exit_code_of_its_pods(request_here: JobRequest, t
 def test_a_range_that_has_ended_waits_for_no_pod_without_a_place(request_here: JobRequest, cluster: Cluster) -> None:
     cluster.most_pods, scheduler = 1, Kubernetes()
     job = scheduler.submit(replace(program(request_here), least_nodes=1, nproc=(4,)))
-    assert wait_until(lambda: scheduler.status(job).ended, 60), scheduler.status(job)
+    assert wait_until(lambda: scheduler.status(job).state == "running", 60), scheduler.status(job)
+    cluster.most_pods = 0  # another job takes the place of pod 0
+    assert wait_until(lambda: scheduler.status(job).ended, 20), scheduler.status(job)
     assert scheduler.status(job).state == "completed"
     assert wait_until(lambda: all(pod["status"]["phase"] != "Pending" for pod in _pods(cluster)), 10)
 
