@@ -1,11 +1,11 @@
-"""Durations, options about restarts that contradict each other, and which node says how a run has failed."""
+"""Durations, options about restarts that contradict each other, and which node prints a failure."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tutti.cli.run import _tells
+from tutti.cli.run import _prints_failure
 from tutti.commands.run_options import RunOptions, check_restarts, duration_s
 from tutti.errors import LaunchError
 from tutti.launch.failure import LOST_NODE
@@ -54,8 +54,8 @@ def test_options_about_restarts() -> None:
         (1, 0, LOST_NODE, True),
     ],
 )
-def test_one_node_says_how_a_run_has_failed(node: int, first: int, error: str, tells: bool) -> None:
-    """Of three nodes with two ranks each; without node 0, which decides, each says it for itself."""
+def test_one_node_prints_a_failure(node: int, first: int, error: str, tells: bool) -> None:
+    """Of three nodes with two ranks each; every node prints the loss of node 0, which decides for all."""
     ended: Any = SimpleNamespace(is_first=node == 0, spec=SimpleNamespace(ranks=range(2 * node, 2 * node + 2)))
     failure: Any = SimpleNamespace(first=first, error=error)
-    assert _tells(ended, failure) == tells
+    assert _prints_failure(ended, failure) == tells

@@ -12,7 +12,7 @@ from clusters.command_rig import tutti
 from clusters.ssh_rig import SshHosts, missing_for_ssh
 from launch.launch_rig import SCRIPTS, wait_until
 from tutti.clusters.cluster_job import JobRequest
-from tutti.clusters.ssh import Ssh, _without_node_0
+from tutti.clusters.ssh import Ssh, _failover
 from tutti.commands.cluster_plans import NodeOffer, offers
 from tutti.commands.plan_options import PlanOptions
 from tutti.config import serialization
@@ -123,7 +123,7 @@ def test_the_doctor_and_the_probe_run_on_hosts(project: Path, hosts: SshHosts) -
 
 
 @pytest.mark.parametrize(
-    ("fields", "ranks", "takes_over", "least"),
+    ("fields", "ranks", "failover", "least"),
     [
         ({}, [2, 2], True, None),
         ({"least_nodes": 1}, [2, 2, 2], True, 1),
@@ -134,10 +134,10 @@ def test_the_doctor_and_the_probe_run_on_hosts(project: Path, hosts: SshHosts) -
     ],
 )
 def test_when_another_host_may_be_node_0(
-    fields: dict[str, Any], ranks: list[int | None], takes_over: bool, least: int | None
+    fields: dict[str, Any], ranks: list[int | None], failover: bool, least: int | None
 ) -> None:
     request = JobRequest(name="a", folder=Path("/a"), directory=Path("/"), words=(), nodes=len(ranks), **fields)
-    found = _without_node_0(request, ranks, restarts=True)
-    assert found["takes_over"] == takes_over
-    assert found["least_nodes"] == least or not takes_over
-    assert not _without_node_0(request, ranks, restarts=False)["takes_over"]
+    found = _failover(request, ranks, restarts=True)
+    assert found["failover"] == failover
+    assert found["least_nodes"] == least or not failover
+    assert not _failover(request, ranks, restarts=False)["failover"]

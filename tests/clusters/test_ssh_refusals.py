@@ -262,7 +262,7 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
             "folder": str(request.folder),
             "grace_s": 1,
             "restarts": False,
-            "takes_over": False,
+            "failover": False,
             "hosts": [task],
             "places": [],
             "names": {},

@@ -140,18 +140,20 @@ def command(**given: Any) -> None:
             console.print("stopped")
             sys.exit(130)
         failure = ended.outcome.failure
-        if not options.one_screen or failure is None or _tells(ended, failure):
+        if not options.one_screen or failure is None or _prints_failure(ended, failure):
             _show(ended)
         if options.as_json:
             print(json.dumps(_document(ended), indent=2))
     sys.exit(ended.exit_code)
 
 
-def _tells(ended: "Conclusion", failure: "Failure") -> bool:
-    """Whether this node says how the run has failed, where one of all says it."""
+def _prints_failure(ended: "Conclusion", failure: "Failure") -> bool:
+    """Whether this node prints the failure; with --one-screen only one node does."""
     from tutti.launch.failure import LOST_NODE
 
-    lost = failure.error == LOST_NODE and (ended.is_first or failure.first == 0)  # without node 0, each for itself
+    lost = failure.error == LOST_NODE and (
+        ended.is_first or failure.first == 0
+    )  # if node 0 is lost, every node prints it
     return lost or failure.first in ended.spec.ranks
 
 

@@ -201,7 +201,7 @@ class Kubernetes:
 
 
 def _check_version(request: JobRequest, cluster: Cluster) -> None:
-    """Check that a job may end while some of its pods were never placed. Raises LaunchError otherwise."""
+    """Check that the cluster knows success policies, which a range needs. Raises LaunchError otherwise."""
     major, minor = (1, 31) if request.least_nodes is None else cluster.version()
     if (major, minor) < (1, 31):
         raise LaunchError(

@@ -230,7 +230,7 @@ def owned(thing: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _success_policy(request: JobRequest) -> dict[str, Any]:
-    """With a range of nodes the end of pod 0 ends the job: others may never have been placed."""
+    """Return the policy of a range of nodes: the Job ends with pod 0, as other pods may never have been placed."""
     return {} if request.least_nodes is None else {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 

@@ -17,7 +17,7 @@ from tutti.clusters.cluster_job import JobRequest, JobStatus, NodeCommand, inter
 from tutti.clusters.cluster_resources import ClusterNode, NodePool
 from tutti.clusters.driver_job import cancel_driver, job_status, remove_errors, running_driver, start_driver
 from tutti.clusters.local_files import moved_word, path_below
-from tutti.clusters.ssh_driver import node_words
+from tutti.clusters.ssh_driver import node_arguments
 from tutti.clusters.ssh_hosts import (
     SshHost,
     SshSettings,
@@ -76,8 +76,8 @@ class Ssh:
             home = "~/" if directory.startswith("~/") else ""
             lines.append(shlex.join([*ssh_words(settings), host.address]))
             lines += [f"cd {home}{shlex.quote(directory.removeprefix('~/'))}", *settings.setup]
-            part = _part(request, place, shared=shared)
-            words = node_words(part, number, _ranks(request, len(hosts)), request.least_nodes, where)
+            options = _host_options(request, place, shared=shared)
+            words = node_arguments(options, number, _ranks(request, len(hosts)), request.least_nodes, where)
             lines += [f"{settings.python or sys.executable} -m tutti.cli.main {shlex.join(words)}", ""]
         return "\n".join(lines)
 
@@ -91,14 +91,14 @@ class Ssh:
         remove_errors(request.folder)
         tasks = []
         for number, place in enumerate(prepared):
-            part = _part(request, place, shared=shared)
-            words = node_words(part, number, ranks, request.least_nodes, where)
+            options = _host_options(request, place, shared=shared)
+            words = node_arguments(options, number, ranks, request.least_nodes, where)
             tasks.append(
                 {
                     "name": place.host.name,
                     "command": ssh_command(settings, place.host),
                     "script": bash_script(settings).decode(),
-                    "part": part,
+                    "options": options,
                     "ranks": ranks[number],
                     "rendezvous": _own_rendezvous(request, settings, prepared, number),
                     "request": {"arguments": words, **_sent_back(request, settings, prepared, number, shared=shared)},
@@ -108,7 +108,7 @@ class Ssh:
             "folder": str(request.folder),
             "grace_s": request.grace_s,
             "restarts": needs.restarts,
-            **_without_node_0(request, ranks, restarts=needs.restarts),
+            **_failover(request, ranks, restarts=needs.restarts),
             "hosts": tasks,
             "places": [] if shared else [place.copy for place in prepared],
             "names": {} if shared else _names(request, prepared),
@@ -281,8 +281,8 @@ def _address(hosts: Sequence[PreparedHost], number: int) -> str:
     return f"[{address}]:{host.port}" if ":" in address else f"{address}:{host.port}"
 
 
-def _part(request: JobRequest, place: PreparedHost, *, shared: bool) -> dict[str, Any]:
-    """Return what only this host has of its command. Paths below this directory mean those of the copy."""
+def _host_options(request: JobRequest, place: PreparedHost, *, shared: bool) -> dict[str, Any]:
+    """Return what differs between hosts in their commands. Paths below this directory mean those of the copy."""
     words = list(request.words)
     if not shared and str(request.directory) != place.directory:
         words = [moved_word(word, request.directory, place.directory) for word in words]
@@ -295,14 +295,14 @@ def _ranks(request: JobRequest, count: int) -> list[int | None]:
     return list(counts) if len(counts) == count else [counts[0]] * count
 
 
-def _without_node_0(request: JobRequest, ranks: Sequence[int | None], *, restarts: bool) -> dict[str, Any]:
+def _failover(request: JobRequest, ranks: Sequence[int | None], *, restarts: bool) -> dict[str, Any]:
     """Return whether another host takes the place of node 0 when that one is lost, and with how many at the least."""
     first, least = ranks[0], request.least_nodes
     left_out = least is None and request.least_ranks is not None
     if left_out and first is not None:
         least = math.ceil((request.least_ranks or 1) / first)
     return {
-        "takes_over": restarts and not (left_out and (first is None or set(ranks) != {first})),
+        "failover": restarts and not (left_out and (first is None or set(ranks) != {first})),
         "least_nodes": least,
     }
 

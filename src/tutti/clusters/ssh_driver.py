@@ -37,38 +37,38 @@ RETRY_S = 5.0
 START_S = 90.0
 """Seconds that a host has to start its part; those of a connection that is being made count."""
 
-SETTLE_S = LOST_GRACE_S + 4.0
-"""Seconds after node 0 was lost in which its ranks may still write a checkpoint, so that no other host takes over."""
+FAILOVER_S = LOST_GRACE_S + 4.0
+"""Seconds between the loss of node 0 and its failover: its ranks may still write a checkpoint."""
 
 _CANCEL_S = 15.0
 _LEAVE_S = 3.0
 
 _SENT_BACK = ("fetch", "ranks", "temporary", "checkpoints", "known", "had")
-"""What a host's task says of the files that it sends back."""
+"""Fields of a host's request about the files that it sends back."""
 
 _NODE = b"from tutti.clusters.ssh_node import main; main()"
 
 
-def node_words(
-    part: Mapping[str, Any], number: int, ranks: Sequence[int | None], least: int | None, where: str
+def node_arguments(
+    options: Mapping[str, Any], number: int, ranks: Sequence[int | None], least: int | None, where: str
 ) -> list[str]:
     """Return the arguments of `tutti run` on a host.
 
     Args:
-        part: what only this host has: "folder", "resume" (what it goes on from, or ""), and "words", the rest.
+        options: of this host: "folder", "resume" (the checkpoint or run to resume from, or ""), and "words", the rest.
         number: of the node.
         ranks: of each node; None leaves it to the plan.
         least: fewest nodes; None if all are needed.
         where: HOST:PORT where nodes meet.
     """
-    found = ["run", "--on", "local", "--folder", part["folder"]]
-    found += ["--resume", part["resume"]] if part["resume"] else []
+    arguments = ["run", "--on", "local", "--folder", options["folder"]]
+    arguments += ["--resume", options["resume"]] if options["resume"] else []
     if None not in ranks:
-        found += ["--nproc", ",".join(map(str, ranks if least is None else ranks[:1]))]
+        arguments += ["--nproc", ",".join(map(str, ranks if least is None else ranks[:1]))]
     if len(ranks) > 1:
         nodes = str(len(ranks)) if least is None else f"{least}:{len(ranks)}"
-        found += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
-    return [*found, *part["words"]]
+        arguments += ["--nnodes", nodes, "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
+    return [*arguments, *options["words"]]
 
 
 class HostLink:
@@ -258,7 +258,7 @@ class Driver:
         self._nodes = ",".join(task["name"] for task in job["hosts"])
         self._results = Results(self._folder, several=len(job["hosts"]) > 1, names=job["names"])
         self._stopped = self._cancelled = False
-        self._reason, self._deadline, self._successors = "", float("inf"), 0
+        self._reason, self._deadline, self._failovers = "", float("inf"), 0
         self._write("running", None)
         give_signs_of_life()
         secret = secrets.token_hex(32)
@@ -295,23 +295,23 @@ class Driver:
         if not all(link.over or (self._links[0].over and not link.begun) for link in self._links):
             return False
         successor = self._successor()
-        if successor is not None and now > self._links[0].over_at + SETTLE_S:
-            self._begin_again(successor)
+        if successor is not None and now > self._links[0].over_at + FAILOVER_S:
+            self._fail_over(successor)
         return successor is None
 
     def _successor(self) -> HostLink | None:
         """Return the host that is to be node 0 instead of the one that was lost; None if the run ends."""
         first, others = self._links[0], self._links[1:]
-        if not (self._job["takes_over"] and first.lost) or self._stopped or self._cancelled:
+        if not (self._job["failover"] and first.lost) or self._stopped or self._cancelled:
             return None
-        if any(link.code == 0 for link in others) or self._successors > len(others):
+        if any(link.code == 0 for link in others) or self._failovers > len(others):
             return None
         return next((link for link in others if link.code is not None and link.task["rendezvous"]), None)
 
-    def _begin_again(self, successor: HostLink) -> None:
-        """Start all hosts anew, another one as node 0; the run goes on from its newest checkpoint."""
+    def _fail_over(self, successor: HostLink) -> None:
+        """Start all hosts again, with another one as node 0, from the newest checkpoint."""
         lost = self._links[0]
-        self._successors += 1
+        self._failovers += 1
         self._results.note(f"{successor.name} is node 0 now, in place of {lost.name}")
         ours, theirs = successor.task["request"], lost.task["request"]
         ours.update({name: theirs[name] for name in _SENT_BACK}, had=sorted(RunFolder(self._folder).checkpoint_times()))
@@ -319,9 +319,12 @@ class Driver:
         self._links = [successor, *(link for link in self._links if link is not successor)]
         ranks = [link.task["ranks"] for link in self._links]
         for number, link in enumerate(self._links):
-            part = {**link.task["part"], "resume": ""}  # the host looks for the newest checkpoint
-            words = node_words(part, number, ranks, self._job["least_nodes"], successor.task["rendezvous"])
-            link.task["request"] |= {"arguments": words, "resume": link.task["part"]["resume"] or part["folder"]}
+            options = {**link.task["options"], "resume": ""}  # the host looks for the newest checkpoint
+            arguments = node_arguments(options, number, ranks, self._job["least_nodes"], successor.task["rendezvous"])
+            link.task["request"] |= {
+                "arguments": arguments,
+                "resume": link.task["options"]["resume"] or options["folder"],
+            }
             link.close()
             link.connect()
         self._reason, self._deadline = "", float("inf")

@@ -147,7 +147,7 @@ def _ran(task: dict[str, Any], commands: Commands, sender: FolderSender, frames:
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (task["python_path"], before)))
     arguments, folder = task["arguments"], Path(task["folder"])
-    if task.get("resume"):  # node 0 was lost, and another host takes its place
+    if task.get("resume"):  # a failover of node 0
         began = any(folder.glob("checkpoints/step-*/index.json"))
         arguments = [arguments[0], "--resume", str(folder) if began else task["resume"], *arguments[1:]]
     try:

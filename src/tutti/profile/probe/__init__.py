@@ -1,6 +1,6 @@
 """Measure machines, this host or all hosts of a process group, and return a ClusterSpec.
 
-What measures needs torch and is loaded on first use: `tutti run` looks here for what is kept.
+The functions that measure need torch and are loaded on first use: `tutti run` looks for kept measurements without it.
 """
 
 from collections.abc import Callable
