@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tutti
-from harness import run_ranks
+from harness import HANG_S, run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import gather_whole, local_tensors, to_local
@@ -87,7 +87,7 @@ def train(
 def on_one(make: Callable[[], Subject], *, steps: int = 5, dtype: torch.dtype = torch.float64, **plan: Any) -> Trained:
     """Training on one device, by the plan's batch and nothing else of it."""
     fields = {key: value for key, value in plan.items() if key == "batch"}
-    return run_ranks(train, 1, make, fields, steps, dtype, timeout_s=120)[0]
+    return run_ranks(train, 1, make, fields, steps, dtype)[0]
 
 
 def on_many(
@@ -96,7 +96,7 @@ def on_many(
     steps: int = 5,
     dtype: torch.dtype = torch.float64,
     look: Callable[[Any], dict[str, Any]] | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = HANG_S,
     **plan: Any,
 ) -> list[Trained]:
     """Training by a plan (its fields), one result a rank."""

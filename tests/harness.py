@@ -16,6 +16,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+HANG_S = 300  # a rank that says nothing for so long hangs, however slow the machine is
+
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
 _wanted = [
@@ -43,7 +45,7 @@ class RankFailed(AssertionError):
     """A rank raised or died; carries its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
     """Call `function(*args)` on ranks 0..world_size-1 and return what each returned, in order of rank.
 
     The environment of a launched rank (RANK, WORLD_SIZE, ...) is set and nothing else is: the function makes its

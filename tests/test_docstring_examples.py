@@ -97,7 +97,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, json.loads(done.stdout)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_print_what_they_say(module: str, examples: tuple[Path, dict[str, int]]) -> None:
     folder, codes = examples

@@ -59,7 +59,6 @@ def test_the_parts_of_one_rank_run_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_every_part_runs_on_the_cpu(tmp_path: Path) -> None:
     code, out = suite("--rehearse", "--output", str(tmp_path), folder=tmp_path, timeout_s=390)
     assert code == 0, out

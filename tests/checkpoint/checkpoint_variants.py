@@ -154,11 +154,11 @@ def save_everywhere(ways: list[Way], folder: Path) -> dict[str, str]:
     for size in sorted({way.plan.world_size for way in ways}):
         some = [way for way in ways if way.plan.world_size == size]
         try:
-            failures.update(run_ranks(save_all, size, some, folder, timeout_s=110)[0])
+            failures.update(run_ranks(save_all, size, some, folder)[0])
         except RankFailed:  # which of them, in launches of their own
             for way in some:
                 try:
-                    failures.update(run_ranks(save_all, size, [way], folder, timeout_s=110)[0])
+                    failures.update(run_ranks(save_all, size, [way], folder)[0])
                 except RankFailed as error:
                     failures[way.name] = str(error)
     return failures

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.checkpoint_variants import PLANS, Way, resume_all, save_everywhere
 from harness import run_ranks
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 BUILT_PLANS = [way for way in PLANS if not way.missing]
 
@@ -37,5 +37,5 @@ def test_checkpoints_of_other_plans_go_on_under_this_one(way: Way, saved: tuple[
     folder, failures = saved
     assert way.name not in failures, failures[way.name]
     sources = [one.name for one in some_sources(way) if one.name not in failures]
-    for differences in run_ranks(resume_all, way.plan.world_size, way, sources, folder, 1e-12, timeout_s=110):
+    for differences in run_ranks(resume_all, way.plan.world_size, way, sources, folder, 1e-12):
         assert not differences, "\n".join(differences)

@@ -453,7 +453,6 @@ def test_uploads_are_tried_again(s3: S3, network: BadNetwork, tmp_path: Path, fa
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_store_that_goes_away_ends_no_training(s3: S3, network: BadNetwork, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)

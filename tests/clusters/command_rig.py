@@ -35,7 +35,7 @@ def started(
 
 
 def tutti(
-    cwd: Path, cluster: Mapping[str, str], *words: str, timeout_s: float = 200, before: Sequence[str] = ()
+    cwd: Path, cluster: Mapping[str, str], *words: str, timeout_s: float = 300, before: Sequence[str] = ()
 ) -> tuple[int, str, str]:
     """Run a command to its end; return its exit code and what it wrote."""
     with started(cwd, cluster, *words, before=before) as command:

@@ -117,7 +117,7 @@ class RayNodes:
         for command in self._commands.values():
             command.stop(0)
 
-    def tutti(self, cwd: Path, *words: str, timeout_s: float = 200, **variables: str) -> tuple[int, str, str]:
+    def tutti(self, cwd: Path, *words: str, timeout_s: float = 300, **variables: str) -> tuple[int, str, str]:
         """Run a command to its end; return its exit code and what it wrote."""
         environment = {**self.variables, **variables}
         return tutti(cwd, environment, *words, timeout_s=timeout_s, before=self.before)

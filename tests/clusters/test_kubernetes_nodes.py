@@ -109,7 +109,6 @@ def test_plans_compare_kinds_of_nodes(tmp_path: Path, cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_doctor_and_the_probe_run_in_pods(tmp_path: Path, cluster: Cluster) -> None:
     variables = {**cluster.variables, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     (tmp_path / "tutti.toml").write_text(
@@ -121,7 +120,6 @@ def test_the_doctor_and_the_probe_run_in_pods(tmp_path: Path, cluster: Cluster) 
     assert "\n[pod 1] ok       torch" in out
     code, _, err = tutti(
         tmp_path, variables, "probe", "--on", "k8s", "-N", "2", "--nproc", "1", "--quick", "--no-plot",
-        timeout_s=300,
     )  # fmt: skip
     assert code == 0, err
     assert json.loads((tmp_path / "cluster.json").read_text())["conditions"]["hosts"] == ["node0", "node1"]

@@ -56,7 +56,6 @@ def log_of(folder: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Cluster) -> None:
     code, out, err = tutti(
         project, cluster.variables, "run", "--no-predict", "--nproc", "1", "--folder", "my run", TRAIN, "2", "0"
@@ -243,7 +242,7 @@ def test_a_range_begins_with_one_pod_takes_on_another_and_outlives_pod_0(project
         process = cluster.kubelets[lost["metadata"]["uid"]].process
         assert process is not None
         os.killpg(process.pid, signal.SIGKILL)
-    code, _, err = tutti(project, cluster.variables, "attach", "run", timeout_s=300)
+    code, _, err = tutti(project, cluster.variables, "attach", "run")
     assert code == 0, err + log()
     assert "node 0, which decides for all nodes, is lost" in log()
     assert set(steps_of(run)) == set(range(1, 241)), "no step is left out"

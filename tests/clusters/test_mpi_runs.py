@@ -44,7 +44,7 @@ class MpiProject:
         agent = f"options = [\"--mca plm_rsh_args '-F {self.hosts.config}'\"]"
         (self.folder / "tutti.toml").write_text(f'[run]\non = "mpi"\n[mpi]\n{listed}{agent}\n{settings}\n')
 
-    def tutti(self, *words: str, timeout_s: float = 100) -> tuple[int, str, str]:
+    def tutti(self, *words: str, timeout_s: float = 300) -> tuple[int, str, str]:
         return tutti(self.folder, self.cluster, *words, timeout_s=timeout_s)
 
     def log(self, run: str = "run") -> str:
@@ -93,7 +93,6 @@ def test_two_nodes_of_unequal_ranks_train_and_are_found(project: MpiProject) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_stopped_with_a_checkpoint_left_alone_resumed_and_failed(project: MpiProject) -> None:
     begun = ("run", *OPTIONS, "--nproc", "1,1", "--folder", "run", "train.py", "100", "0.2")
     project.write("", "alpha,beta")
@@ -126,7 +125,6 @@ def test_stopped_with_a_checkpoint_left_alone_resumed_and_failed(project: MpiPro
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", ["driver", "mpirun", "node"])
 def test_everything_ends_when_a_part_is_killed(project: MpiProject, killed: str) -> None:
     project.write("", "alpha,beta")
@@ -149,7 +147,6 @@ def test_everything_ends_when_a_part_is_killed(project: MpiProject, killed: str)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_the_doctor_and_the_probe_run_on_nodes_of_mpi(project: MpiProject) -> None:
     project.write("", "alpha,beta")
     code, out, err = project.tutti("doctor", "--on", "mpi", "--nnodes", "2", "--nproc", "1")
@@ -158,7 +155,7 @@ def test_the_doctor_and_the_probe_run_on_nodes_of_mpi(project: MpiProject) -> No
     assert "links" in out
     file = project.folder / "two nodes.json"
     words = ("--nodes", "2", "--nproc", "1", "--quick", "--no-plot", "--output", str(file))
-    code, out, err = project.tutti("probe", "--on", "mpi", *words, timeout_s=200)
+    code, out, err = project.tutti("probe", "--on", "mpi", *words)
     assert code == 0, out + err
     assert json.loads(file.read_text())["nodes"]
 

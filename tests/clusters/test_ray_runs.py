@@ -114,7 +114,7 @@ def test_the_doctor_and_the_probe_run_on_nodes(project: Path, cluster: RayNodes)
     assert code == 0, out + err
     assert out.count("nothing would stop a launch here") == 2
     words = ("probe", "--on", "ray", "-N", "2", "--nproc", "1", "--quick", "--no-plot")
-    code, _, err = cluster.tutti(project, *words, timeout_s=300, XDG_CACHE_HOME=str(project / "cache"))
+    code, _, err = cluster.tutti(project, *words, XDG_CACHE_HOME=str(project / "cache"))
     assert code == 0, err
     assert len(json.loads((project / "cluster.json").read_text())["conditions"]["hosts"]) == 2
 

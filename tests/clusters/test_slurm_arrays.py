@@ -34,7 +34,6 @@ def listed(project: Path, cluster: dict[str, str], *runs: str) -> dict[str, dict
 @needs_slurm
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_runs_of_an_array_live_by_themselves(tmp_path: Path, cluster: dict[str, str]) -> None:
     project = tmp_path / "my project"
     project.mkdir()

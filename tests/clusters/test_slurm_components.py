@@ -40,7 +40,6 @@ def cluster() -> Iterator[dict[str, str]]:
 @needs_slurm
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_of_two_kinds_of_nodes_trains_stops_and_goes_on(tmp_path: Path, cluster: dict[str, str]) -> None:
     (tmp_path / "tutti.toml").write_text(COMPONENTS.replace('constraint = "old"\n', ""))
     script = "import os\nprint('seen', os.environ['RANK'], os.environ['SEEN'], flush=True)\n"

@@ -66,7 +66,6 @@ def test_two_nodes_train_and_are_followed_and_found(project: Path, cluster: dict
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_stopped_with_a_checkpoint_and_requeued_where_nobody_asked(project: Path, cluster: dict[str, str]) -> None:
     words = ("--no-predict", "--nproc", "2", "--folder", "run", TRAIN, "100", "0.2")
     code, out, err = tutti(project, cluster, "submit", "--json", *words)
@@ -106,7 +105,6 @@ def starts(project: Path) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_doctor_and_the_probe_run_on_nodes(project: Path, cluster: dict[str, str]) -> None:
     (project / "tutti.toml").write_text('[slurm]\nsetup = ["export TUTTI_X=1"]\n')
     code, out, err = tutti(project, cluster, "doctor", "--on", "slurm", "--nnodes", "2", "--nproc", "1")
@@ -115,7 +113,7 @@ def test_the_doctor_and_the_probe_run_on_nodes(project: Path, cluster: dict[str,
     assert "links" in out
     file = project / "two nodes.json"
     words = ("--nodes", "2", "--nproc", "1", "--quick", "--no-plot", "--output", str(file))
-    code, _, err = tutti(project, cluster, "probe", "--on", "slurm", *words, timeout_s=300)
+    code, _, err = tutti(project, cluster, "probe", "--on", "slurm", *words)
     assert code == 0, err
     assert json.loads(file.read_text())["nodes"][0]["name"] == socket.gethostname(), "both nodes are this host"
 
@@ -139,7 +137,6 @@ def test_refused_on_nodes(project: Path, cluster: dict[str, str], words: tuple[s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_preempted_by_a_job_of_a_higher_partition(project: Path, cluster: dict[str, str]) -> None:
     words = ("--nnodes", "2", "--nproc", "1", "--grace", "10", "--folder", "run", TRAIN, "100", "0.2")
     code, _, err = tutti(project, cluster, "submit", "--no-predict", *words)
@@ -159,7 +156,6 @@ def test_preempted_by_a_job_of_a_higher_partition(project: Path, cluster: dict[s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_failure_and_a_job_that_is_left_and_cancelled(project: Path, cluster: dict[str, str]) -> None:
     (project / "bad.py").write_text("import tutti\nraise ValueError('boom')\n")
     code, _, err = tutti(project, cluster, "run", "--on", "slurm", "--nproc", "1", "--folder", "bad", "bad.py")
@@ -184,7 +180,6 @@ def test_a_failure_and_a_job_that_is_left_and_cancelled(project: Path, cluster: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_that_never_starts_says_why(project: Path, cluster: dict[str, str]) -> None:
     code, _, err = tutti(
         project, cluster, "submit", "--nnodes", "9", "--nproc", "1", "--folder", "run", TRAIN, "1", "0"
@@ -255,7 +250,6 @@ def test_a_damaged_profile_is_refused(project: Path, text: str, said: str) -> No
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_lost_node_lets_the_job_begin_again_from_its_checkpoint(project: Path, cluster: dict[str, str]) -> None:
     words = ("--nnodes", "2", "--nproc", "1", "--checkpoint-every", "4", "--folder", "run", TRAIN, "100", "0.2")
     code, _, err = tutti(project, cluster, "submit", "--no-predict", *words)
@@ -276,7 +270,6 @@ def test_a_lost_node_lets_the_job_begin_again_from_its_checkpoint(project: Path,
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path, own_cluster: dict[str, str]) -> None:
     cluster = own_cluster  # of which no other test has lost a node
     words = ("submit", "--no-predict", "--nnodes", "1:2", "--nproc", "1", "--checkpoint-every", "2")
@@ -297,7 +290,6 @@ def test_a_range_of_nodes_takes_what_there_is_and_outlives_a_node(project: Path,
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_wrong_account_is_said(project: Path, own_cluster: dict[str, str]) -> None:
     def configure(line: str) -> None:
         with Path(own_cluster["SLURM_CONF"]).open("a") as configuration:
@@ -324,7 +316,6 @@ def test_a_wrong_account_is_said(project: Path, own_cluster: dict[str, str]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_time_limit_of_the_run_ends_the_job(project: Path, cluster: dict[str, str]) -> None:
     words = ("submit", "--no-predict", "--nproc", "1", "--time-limit", "5s", "--folder", "run", TRAIN, "500", "0.1")
     code, _, err = tutti(project, cluster, *words)

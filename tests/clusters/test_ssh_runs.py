@@ -43,7 +43,7 @@ class Project:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals,
         )  # fmt: skip
 
-    def tutti(self, *words: str, timeout_s: float = 200) -> tuple[int, str, str]:
+    def tutti(self, *words: str, timeout_s: float = 300) -> tuple[int, str, str]:
         with self.start(*words) as command:
             try:
                 out, err = command.communicate(timeout=timeout_s)
@@ -89,7 +89,6 @@ def project(tmp_path: Path, hosts: SshHosts) -> Iterator[Project]:
     made.assert_nothing_left(30)
 
 
-@pytest.mark.timeout(300)
 def test_two_hosts_that_share_nothing_train_and_their_results_come_back(project: Project, hosts: SshHosts) -> None:
     for name in ("named", "other"):  # below a folder that is left out
         (project.folder / "state").mkdir(exist_ok=True)

@@ -25,4 +25,4 @@ def _groups_after_unequal_ones() -> list[float]:
 
 
 def test_members_meet_however_many_groups_each_has_opened() -> None:
-    assert run_ranks(_groups_after_unequal_ones, 3, timeout_s=60) == [[6.0, 6.0]] * 3
+    assert run_ranks(_groups_after_unequal_ones, 3) == [[6.0, 6.0]] * 3

@@ -69,7 +69,7 @@ def test_the_table_and_the_explanation_say_so(words: str) -> None:
 
 
 def test_every_rank_says_so_before_training() -> None:
-    ranks = run_ranks(refusals, 4, [(layers, fields) for fields in REFUSED.values()], timeout_s=60)
+    ranks = run_ranks(refusals, 4, [(layers, fields) for fields in REFUSED.values()])
     assert_refused(ranks, list(REFUSED))
 
 

@@ -111,7 +111,7 @@ CASES = [
 def test_bytes_of_every_step_are_those_that_ranks_count(hosts: tuple[int, ...]) -> None:
     model = spec()
     cases = [case for case in CASES if not (len(hosts) == 1 and "between=hosts" in case[0])]
-    results = run_ranks(counted, sum(hosts), hosts, cases, timeout_s=110)[0]
+    results = run_ranks(counted, sum(hosts), hosts, cases)[0]
     for (words, bucket), sent in zip(cases, results, strict=True):
         assert (len(set(sent)) > 1) == ("step" in words)
         assert sent == [pytest.approx(nbytes, abs=1) for nbytes in by_step(foreseen(model, hosts, words, bucket))], (

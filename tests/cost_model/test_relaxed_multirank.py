@@ -59,7 +59,7 @@ def sent(modes: tuple[str, ...]) -> list[list[int]]:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_that_do_not_wait_send_what_is_predicted(ranks: int) -> None:
-    counted = run_ranks(sent, ranks, MODES, timeout_s=110)
+    counted = run_ranks(sent, ranks, MODES)
     for place, words in enumerate(MODES):
         prediction = predict(mlp(WIDTH, LAYERS), cluster(), plan(4096, ranks, sync=parse_sync(words)))
         by_rank = [rank[place][1:STEPS] for rank in counted]  # the first step also exchanges optimizer states

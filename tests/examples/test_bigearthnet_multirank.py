@@ -169,7 +169,7 @@ def test_the_pair_agrees_on_one_rank_and_two_and_after_a_resume(packed: Path, tm
     assert [line.split()[0] for line in one["lines"]] == ["epoch", "test"]
     assert [(name, size) for name, size, _ in one["values"]] == [("validation", 8), ("test", 8)]  # the test once
 
-    two, other = run_ranks(two_ranks, 2, str(packed), str(tmp_path), timeout_s=100)
+    two, other = run_ranks(two_ranks, 2, str(packed), str(tmp_path))
     assert two["losses"] == other["losses"]
     assert two["losses"] == pytest.approx(one["tutti"], rel=1e-10)
     assert two["lines"] == one["lines"]

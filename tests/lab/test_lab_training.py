@@ -108,6 +108,6 @@ DYNAMIC = "--rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv-
 def test_torchrun_works_inside(meet: str, tmp_path: Path) -> None:
     torchrun = f"{sys.executable} -m torch.distributed.run --nnodes=$NNODES --nproc-per-node=$NPROC_PER_NODE {meet}"
     with lab_or_skip(2, rates="1gbit") as lab:
-        done = lab.run(("sh", "-c", f"{torchrun} {' '.join(DIGITS)}"), cwd=tmp_path, timeout_s=110)
+        done = lab.run(("sh", "-c", f"{torchrun} {' '.join(DIGITS)}"), cwd=tmp_path, timeout_s=300)
     assert [one.code for one in done] == [0, 0], done[0].err + done[1].err
     assert "test accuracy" in done[0].out

@@ -71,7 +71,7 @@ class Running:
         size = os.fstat(self._errors.fileno()).st_size
         return os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
 
-    def says(self, words: str, timeout_s: float = 60) -> bool:
+    def says(self, words: str, timeout_s: float = 120) -> bool:
         """Wait until something is on standard error."""
         return wait_until(lambda: words in self.said(), timeout_s)
 
@@ -108,7 +108,9 @@ def running(*command: str, cwd: Path, environment: dict[str, str] | None = None)
         run.close()
 
 
-def tutti_run(cwd: Path, *arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> Finished:
+def tutti_run(
+    cwd: Path, *arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 180
+) -> Finished:
     """`tutti run` to its end in `cwd`, with its folder at cwd/run; nothing may be left behind."""
     command = (*TUTTI, "run", "--no-predict", "--folder", "run", *arguments)
     with running(*command, cwd=cwd, environment=environment) as run:

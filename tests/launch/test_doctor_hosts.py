@@ -141,7 +141,6 @@ def rate_in(cell: str) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_slow_host_and_another_folder_are_named_in_a_lab(tmp_path: Path) -> None:
     with lab_or_skip(3, rates=("unlimited", "unlimited", "100mbit")) as lab:
         done = diagnoses(lab, tmp_path)
@@ -157,7 +156,6 @@ def test_a_slow_host_and_another_folder_are_named_in_a_lab(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_hosts_that_cannot_reach_each_other_are_named(tmp_path: Path) -> None:
     with lab_or_skip(3) as lab:
         subprocess.run(lab.inside(1, ["ip", "route", "add", "unreachable", f"{lab.address(2)}/32"]), check=True)
@@ -171,7 +169,6 @@ def test_hosts_that_cannot_reach_each_other_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_contradicting_variable_and_another_disk_are_named(tmp_path: Path) -> None:
     port = rendezvous_port()
     with lab_or_skip(2) as lab:

@@ -14,8 +14,6 @@ from tutti.config.run_folder import RunFolder
 from tutti.errors import EventRecordError
 from tutti.event_record import FILE_NAME, read_state
 
-pytestmark = pytest.mark.timeout(300)
-
 FAULTS = str(SCRIPTS / "faults.py")
 
 TIMEOUT_S = 4.0

@@ -17,8 +17,6 @@ from tutti.errors import LaunchError
 from tutti.launch.launch_environment import memory_root
 from tutti.launch.memory_folder import memory_folder
 
-pytestmark = pytest.mark.timeout(300)
-
 RECOVER = str(SCRIPTS / "recover.py")
 PLANS = {
     "shard": ("--mesh", "shard=2", "--shard", "level=3"),
@@ -32,7 +30,7 @@ def recovered(folder: Path, *arguments: str, memory: Path | None = None) -> Fini
     folder.mkdir(exist_ok=True)
     options, script = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     environment = {} if memory is None else {"TUTTI_MEMORY_FOLDER": str(memory)}
-    done = tutti_run(folder, "--nproc", "2", *options, RECOVER, *script, environment=environment, timeout_s=120)
+    done = tutti_run(folder, "--nproc", "2", *options, RECOVER, *script, environment=environment)
     assert done.code == 0, done.err
     return done
 
@@ -94,7 +92,7 @@ def test_a_full_memory_keeps_the_earlier_checkpoint_and_training_goes_on(tmp_pat
 def test_a_lost_node_s_files_come_from_the_copies_on_another_node(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     mesh = ("--mesh", "shard=4", "--shard", "level=3")
-    plain = tutti_run(tmp_path / "one", "--nproc", "4", *mesh, RECOVER, "0", timeout_s=120)
+    plain = tutti_run(tmp_path / "one", "--nproc", "4", *mesh, RECOVER, "0")
     assert plain.code == 0, plain.err
     folder, meet = tmp_path / "two", f"127.0.0.1:{free_port()}"
     folder.mkdir()
@@ -169,7 +167,7 @@ for seed in range(2):
 def test_a_second_job_goes_without_checkpoints_in_memory(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_JOBS)
     options = ("--nproc", "2", "--memory-checkpoint-every", "1", "--max-restarts", "1")
-    done = tutti_run(tmp_path, *options, "two.py", timeout_s=120)
+    done = tutti_run(tmp_path, *options, "two.py")
     assert done.code == 0, done.err
     assert done.err.count("checkpoints in memory are of the script's first Job alone") == 1, done.err
 

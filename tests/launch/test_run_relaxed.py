@@ -28,7 +28,6 @@ print("accuracy", job.evaluate(data, {"a": lambda output, target: (output.argmax
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 @pytest.mark.parametrize(("dial", "mode"), [("reduced", "synchronous"), ("relaxed", "local")])
 def test_what_is_chosen_runs_and_verifies(tmp_path: Path, dial: str, mode: str) -> None:

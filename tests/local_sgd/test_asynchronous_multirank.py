@@ -36,7 +36,7 @@ SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.ma
 @functools.cache
 def trained(size: int) -> list[dict[str, Seen]]:
     """The trainings that are quick on `size` ranks, in one launch."""
-    return run_ranks(train_all, size, {**RUNS, **twice("momentum")}, size, timeout_s=300)
+    return run_ranks(train_all, size, {**RUNS, **twice("momentum")}, size)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def trained_more(size: int) -> list[dict[str, Seen]]:
     """The others."""
     told = {key: one for name in TOGETHER for key, one in twice(name).items()}
     told["bn"] = Told(sync="asynchronous", model="conv", batch=25, steps=4)
-    return run_ranks(train_all, size, {**told, **FROZEN}, size, timeout_s=300)
+    return run_ranks(train_all, size, {**told, **FROZEN}, size)
 
 
 def twice(name: str) -> dict[str, Told]:
@@ -190,7 +190,7 @@ SAVED = {
 
 @functools.cache
 def resumed() -> list[dict[str, tuple[Seen, Seen]]]:
-    return run_ranks(train_twice, 2, SAVED, 2, timeout_s=300)
+    return run_ranks(train_twice, 2, SAVED, 2)
 
 
 @pytest.mark.long

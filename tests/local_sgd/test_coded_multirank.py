@@ -56,7 +56,7 @@ def trained(size: int) -> list[dict[str, Seen]]:
     delayed = {f"{code}, delayed": replace(told, sync="local:period=2,delay=2") for code, told in coded.items()}
     begun = {f"{code}, begun": Told(sync="post-local:period=2,after=3", compress=code) for code in BEGIN}
     equal = {f"{code or 'exact'}, equal": Told(compress=code, steps=3) for code in BEGIN.values()}
-    return run_ranks(train_all, size, {**exact, **coded, **plain, **delayed, **begun, **equal}, size, timeout_s=300)
+    return run_ranks(train_all, size, {**exact, **coded, **plain, **delayed, **begun, **equal}, size)
 
 
 @SIZES

@@ -38,7 +38,7 @@ def train_in_parts(size: int) -> tuple[dict[str, Seen], dict[str, tuple[Seen, Se
 
 @functools.cache
 def trained(size: int) -> list[tuple[dict[str, Seen], dict[str, tuple[Seen, Seen]], Seen]]:
-    return run_ranks(train_in_parts, size, size, timeout_s=300)
+    return run_ranks(train_in_parts, size, size)
 
 
 @SIZES

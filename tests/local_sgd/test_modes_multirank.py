@@ -90,7 +90,7 @@ def trained(size: int) -> list[dict[str, Seen]]:
     told["post: synchronous"] = Told(**{**_fields(POST), "sync": "synchronous"})
     told["inner"] = Told(sync="local:2", arguments=MOMENTUM)
     told["outer of nothing"] = Told(sync="diloco:period=2,outer_rate=1,outer_momentum=0", arguments=MOMENTUM)
-    return run_ranks(train_all, size, told, size, timeout_s=300)
+    return run_ranks(train_all, size, told, size)
 
 
 def _fields(told: Told) -> dict[str, object]:

@@ -84,7 +84,7 @@ NAMES = {2: QUICK, 3: tuple(name for name in SAVED if name != "shift-one"), 4: t
 
 @functools.cache
 def resumed(size: int) -> list[dict[str, tuple[Seen, Seen]]]:
-    return run_ranks(train_twice, size, {name: SAVED[name] for name in NAMES[size]}, size, timeout_s=300)
+    return run_ranks(train_twice, size, {name: SAVED[name] for name in NAMES[size]}, size)
 
 
 @pytest.mark.parametrize(

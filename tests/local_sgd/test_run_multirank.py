@@ -43,7 +43,7 @@ SKIPPED = Told(
 def trained(size: int) -> list[dict[str, Seen]]:
     runs = {name: told for name, told in RUNS.items() if size % 2 == 0 or name != "shift-one"}
     frozen = {f"frozen {name}": told for name, told in FROZEN.items()} if size == 4 else {}
-    return run_ranks(train_all, size, {**runs, **frozen, "skipped": SKIPPED}, size, timeout_s=300)
+    return run_ranks(train_all, size, {**runs, **frozen, "skipped": SKIPPED}, size)
 
 
 def model_nbytes() -> int:

@@ -37,7 +37,6 @@ def quick(group: int | None) -> dict[tuple[str, str], dict[str, Any]]:
         return {(cell["family"], cell["plan"]): cell for cell in json.loads(path.read_text())["cells"]}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("family", "plan"), [*FIRST, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LATER)])
 def test_a_quick_cell_is_exact(family: str, plan: str) -> None:
     """Every sixth of them, plan by plan, in `make test`; the others in `make long`, whose PART=1/4 has one group."""

@@ -109,7 +109,7 @@ def _trained(habit: Habit, plan: dict[str, Any]) -> Values:
 def assert_as_plain(makers: list[Callable[[], Habit]], world_size: int, shared: str = "on", **plan: Any) -> None:
     """All ranks compute what the plain loops compute."""
     expected = run_ranks(all_plain, 1, makers)[0]
-    for rank, results in enumerate(run_ranks(on_rank, world_size, makers, plan, shared, timeout_s=120)):
+    for rank, results in enumerate(run_ranks(on_rank, world_size, makers, plan, shared)):
         for maker, one, got in zip(makers, expected, results, strict=True):
             words = f"{maker.__name__}, rank {rank}"
             assert not isinstance(got, str), f"{words}: {got}"

@@ -58,9 +58,7 @@ def test_where_nothing_is_lost_it_is_one_device(hosts: Hosts) -> None:
     """By default where hosts have several ranks; `between` states it otherwise."""
     ranks = sum(hosts)
     words = ("float64", "powersgd,rank=50", "float64,between=ranks", "float64,between=hosts")
-    found = run_ranks(
-        trained, ranks, hosts, {one: case(one, mesh={"replicate": ranks}) for one in words}, timeout_s=110
-    )
+    found = run_ranks(trained, ranks, hosts, {one: case(one, mesh={"replicate": ranks}) for one in words})
     for one in words:
         assert_agree(once(tied, 1), [rank[one] for rank in found])
         for rank in found:
@@ -90,7 +88,7 @@ def test_what_came_out_and_what_hosts_keep_is_what_went_in(hosts: Hosts) -> None
     """Over a change of buckets, in which parts of tensors go to other ranks, and a step that one rank's loss spoils."""
     methods = KEEPING if hosts != (2, 2) else KEEPING[::3]
     calls = [(words, 12, 7 if place % 2 else None) for place, words in enumerate(methods)]
-    found = run_ranks(followed_between, sum(hosts), hosts, calls, timeout_s=110)
+    found = run_ranks(followed_between, sum(hosts), hosts, calls)
     for place, words in enumerate(methods):
         first = found[0][place]
         for name, came in first["came"].items():
@@ -139,7 +137,7 @@ def test_what_hosts_kept_is_taken_up_by_other_hosts() -> None:
         four, two = {"mesh": {"replicate": 4}}, {"mesh": {"replicate": 2}}
         first = [("one-bit", 4, 4, None, f"{folder}/a", four), ("one-bit", 4, 6, None, f"{folder}/whole", four)]
         first += [("one-bit", 4, 6, f"{folder}/a", f"{folder}/b", four)]
-        before = run_ranks(resumed, 4, (2, 2), first, timeout_s=110)
+        before = run_ranks(resumed, 4, (2, 2), first)
         for rank in before:
             assert all(torch.equal(rank[2][0][name], value) for name, value in rank[1][0].items())
         after = run_ranks(resumed, 2, (2,), [("one-bit", 2, 4, f"{folder}/a", f"{folder}/c", two)])
@@ -156,7 +154,7 @@ def test_what_hosts_kept_is_taken_up_by_other_hosts() -> None:
 @pytest.mark.long
 def test_every_method_takes_its_turns_where_a_rank_has_no_part() -> None:
     cases = {words: case(words, plain if words == "dgc" else tied, mesh={"replicate": 3}) for words in LOSSY}
-    first, *others = run_ranks(trained, 3, (2, 1), cases, timeout_s=110)
+    first, *others = run_ranks(trained, 3, (2, 1), cases)
     for words in LOSSY:
         state = first[words].facts["state"]
         assert all(
@@ -168,5 +166,5 @@ def test_every_method_takes_its_turns_where_a_rank_has_no_part() -> None:
 def test_momenta_are_summed_between_hosts_too() -> None:
     assert FREEZE < MANY
     one = run_ranks(exactly, 1, {"one": made("one-bit-adam", mesh={"replicate": 1})})[0]["one"]
-    found = run_ranks(momenta, 4, (2, 2), {"many": made("one-bit-adam", mesh={"replicate": 4})}, timeout_s=110)
+    found = run_ranks(momenta, 4, (2, 2), {"many": made("one-bit-adam", mesh={"replicate": 4})})
     assert_agree(one, [rank["many"] for rank in found])

@@ -74,7 +74,7 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 @functools.cache
 def ranks(world_size: int, quick: bool) -> list[dict[tuple[str, str], Any]]:
     plans = {name: fields for name, fields in PLANS.items() if size_of(name) == world_size and (name in QUICK) == quick}
-    return run_ranks(changed_models.outcomes, world_size, [*FOLLOWED, *REFUSED, "to float"], plans, timeout_s=110)
+    return run_ranks(changed_models.outcomes, world_size, [*FOLLOWED, *REFUSED, "to float"], plans)
 
 
 def each_rank(name: str, plan: str) -> list[Any]:
@@ -158,7 +158,7 @@ FOLLOWED_BY_STAGES = [
 @functools.cache
 def staged(plan: str) -> list[dict[tuple[str, str], Any]]:
     size = 3 if plan.startswith("3") else 2
-    return run_ranks(changed_models.outcomes, size, FOLLOWED_BY_STAGES, {plan: STAGES[plan]}, timeout_s=110)
+    return run_ranks(changed_models.outcomes, size, FOLLOWED_BY_STAGES, {plan: STAGES[plan]})
 
 
 @pytest.mark.parametrize("plan", ["2 stages", pytest.param("3 stages, 2 microbatches", marks=pytest.mark.long)])

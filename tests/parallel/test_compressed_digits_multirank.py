@@ -122,5 +122,5 @@ def test_without_error_feedback_every_loss_is_too_large() -> None:
 
 @pytest.mark.long
 def test_digits_are_learnt_with_the_largest_values() -> None:
-    for found in run_ranks(reach_with, 2, ["top-k"], timeout_s=110):
+    for found in run_ranks(reach_with, 2, ["top-k"]):
         judge(found)

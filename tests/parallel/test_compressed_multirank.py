@@ -146,7 +146,7 @@ def test_resuming_in_the_middle_changes_no_bit(stop: int, methods: tuple[str, ..
                 (words, 3, stop, None, f"{folder}/{words}-a", mesh),
             ]
             calls += [(words, 3, 5, f"{folder}/{words}-a", f"{folder}/{words}-b", mesh)]
-        for rank in run_ranks(in_turn, 3, calls, timeout_s=110):
+        for rank in run_ranks(in_turn, 3, calls):
             for words, whole, again in zip(methods, rank[::3], rank[2::3], strict=True):
                 for name, value in whole[0].items():
                     assert torch.equal(again[0][name], value), (words, name)
@@ -159,7 +159,7 @@ def test_another_number_of_ranks_takes_up_all_that_was_kept() -> None:
         plans = {words: ({"mesh": {"replicate": 3}}, {"mesh": {"replicate": 2}}) for words in KEEPING}
         first = [(words, 3, 4, None, f"{folder}/{words}", one) for words, (one, _) in plans.items()]
         then = [(words, 2, 4, f"{folder}/{words}", f"{folder}/{words}-2", other) for words, (_, other) in plans.items()]
-        before, after = run_ranks(in_turn, 3, first, timeout_s=110), run_ranks(in_turn, 2, then, timeout_s=110)
+        before, after = run_ranks(in_turn, 3, first), run_ranks(in_turn, 2, then)
         for place, words in enumerate(KEEPING):
             total = 0.0
             for name, kept in before[0][place][1].items():

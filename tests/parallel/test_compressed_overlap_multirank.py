@@ -86,5 +86,5 @@ def overlapping(words: str) -> list[tuple[bool, bool]]:
 
 def test_codes_are_sent_and_sums_are_over_before_backward_is() -> None:
     """A sum that waited for the end of backward would never come while backward waits for it."""
-    for found in run_ranks(overlapping, 2, "one-bit", timeout_s=110):
+    for found in run_ranks(overlapping, 2, "one-bit"):
         assert found == [(True, True)] * 3

@@ -118,7 +118,7 @@ def accounted(words: list[str], world_size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_what_came_out_and_is_kept_is_what_went_in(world_size: int) -> None:
     """And bytes on the wire are the formula's, the bits of all ranks the same."""
-    found = run_ranks(accounted, world_size, LOSSY, world_size, timeout_s=110)
+    found = run_ranks(accounted, world_size, LOSSY, world_size)
     for place, words in enumerate(LOSSY):
         ranks = [rank[place] for rank in found]
         for rank in ranks:
@@ -195,7 +195,7 @@ def test_runs_go_on_bit_for_bit_and_others_with_all_that_was_kept() -> None:
                 (words, 5, None, f"{folder}/{words}-a", THREE),
                 (words, 8, f"{folder}/{words}-a", f"{folder}/{words}-b", THREE),
             ]
-        found = run_ranks(all_going_on, 3, calls, timeout_s=110)
+        found = run_ranks(all_going_on, 3, calls)
         for rank in found:
             for place, words in enumerate(methods):
                 whole, again = rank[3 * place], rank[3 * place + 2]

@@ -205,7 +205,7 @@ def test_what_came_out_and_what_is_kept_is_what_went_in(world_size: int) -> None
     rank's loss spoils is as if it had not been.
     """
     calls = [(words, 20, 7 if place % 2 else None) for place, words in enumerate(KEEPING)]
-    found = run_ranks(followed, world_size, calls, timeout_s=110)
+    found = run_ranks(followed, world_size, calls)
     for place, words in enumerate(KEEPING):
         first = found[0][place]
         for name, came in first["came"].items():
@@ -219,7 +219,7 @@ def test_what_came_out_and_what_is_kept_is_what_went_in(world_size: int) -> None
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int) -> None:
     words = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
-    for rank, found in enumerate(run_ranks(followed, world_size, [(one, 4) for one in words], timeout_s=110)):
+    for rank, found in enumerate(run_ranks(followed, world_size, [(one, 4) for one in words])):
         for one, got in zip(words, found, strict=True):
             rest = [formula - flags for formula, flags in zip(got["formula"], got["flags"], strict=True)]
             for collectives, nbytes in zip(

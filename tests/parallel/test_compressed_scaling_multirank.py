@@ -111,7 +111,7 @@ def all_trained(plan: dict[str, Any]) -> dict[str, Run]:
 )
 def test_what_overflows_on_one_rank_is_skipped_by_all(mesh: str) -> None:
     """And the scale is lowered alike; what loses nothing is bit for bit the run without a code."""
-    ranks = run_ranks(all_trained, 2, MESHES[mesh], timeout_s=110)
+    ranks = run_ranks(all_trained, 2, MESHES[mesh])
     for words in ("None", *CODES):
         for run in (rank[words] for rank in ranks):
             assert run.scales == [2.0**12] * SPOILT + [2.0**11] * (STEPS - SPOILT), words
@@ -149,7 +149,7 @@ def scaled_and_not(plan: dict[str, Any]) -> dict[str, list[Run]]:
 )
 def test_what_is_kept_back_follows_the_loss_scale(mesh: str, ranks: int) -> None:
     """A scale that grows, falls and grows changes no bit of a training."""
-    found = run_ranks(scaled_and_not, ranks, MESHES[mesh], timeout_s=110)
+    found = run_ranks(scaled_and_not, ranks, MESHES[mesh])
     assert found[0].keys() >= {*WITH_PARTS}
     for words in found[0]:
         for plain, scaled in (rank[words] for rank in found):
@@ -176,8 +176,8 @@ def in_folder(folder: str, precision: str, ranks: int, steps: int, before: str |
 )
 def test_a_checkpoint_says_in_which_scale_it_keeps(tmp_path: Path, ranks: int, precision: str) -> None:
     """A run without a scale takes up all that was kept, unscaled; one with a scale goes on with it."""
-    first = run_ranks(in_folder, 3, f"{tmp_path}/first", "float16", 3, STEPS, timeout_s=110)
-    then = run_ranks(in_folder, ranks, f"{tmp_path}/then", precision, ranks, 0, f"{tmp_path}/first", timeout_s=110)
+    first = run_ranks(in_folder, 3, f"{tmp_path}/first", "float16", 3, STEPS)
+    then = run_ranks(in_folder, ranks, f"{tmp_path}/then", precision, ranks, 0, f"{tmp_path}/first")
     for words in KEEPING:
         scale = first[0][words].scales[-1] if precision == "full" else 1.0
         assert first[0][words].scales[-1] == 2.0**13

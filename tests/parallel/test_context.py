@@ -330,7 +330,7 @@ def late_after_the_check(late: int, level: int) -> Trained:
 @pytest.mark.parametrize(("late", "level"), [(1, 2), pytest.param(3, 3, marks=pytest.mark.long)])
 def test_no_rank_computes_with_parameters_of_another_ranks_check(late: int, level: int) -> None:
     one = run_ranks(train, 1, gpt, {}, 2, torch.float64)[0]
-    assert_agree(one, run_ranks(late_after_the_check, 4, late, level, timeout_s=60), 1e-11)
+    assert_agree(one, run_ranks(late_after_the_check, 4, late, level), 1e-11)
 
 
 @pytest.mark.long
@@ -487,7 +487,7 @@ def refused_by_one() -> str:
 
 
 def test_what_one_rank_finds_all_ranks_say() -> None:
-    one, other = run_ranks(refused_by_one, 2, timeout_s=60)
+    one, other = run_ranks(refused_by_one, 2)
     assert one == other
     assert "head (Linear) computes different values" in one
 

@@ -161,7 +161,7 @@ def beside_exact() -> list[tuple[Trained, Trained]]:
 
 @pytest.mark.long
 def test_with_dropout_and_clipping_they_are_the_gradients_of_the_same_ranks() -> None:
-    for pairs in run_ranks(beside_exact, 3, timeout_s=110):
+    for pairs in run_ranks(beside_exact, 3):
         for exact, got in pairs:
             assert_agree(exact, [got])
 
@@ -194,7 +194,7 @@ def resumed(calls: list[tuple[int, str | None, str]]) -> list[dict[str, torch.Te
 def test_resuming_changes_no_bit() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calls = [(6, None, f"{folder}/whole"), (4, None, f"{folder}/a"), (6, f"{folder}/a", f"{folder}/b")]
-        for whole, _, again in run_ranks(resumed, 3, calls, timeout_s=110):
+        for whole, _, again in run_ranks(resumed, 3, calls):
             assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 

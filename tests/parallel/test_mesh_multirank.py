@@ -70,4 +70,4 @@ FOUR_RANKS = [way for way in PLANS if way.plan.world_size == 4]
 @pytest.mark.parametrize("way", FOUR_RANKS, ids=lambda way: way.name)
 def test_all_ranks_of_a_plan_open_the_same_groups_in_one_order(way: Way, tmp_path: Path) -> None:
     expected = next(groups for mesh, groups in OPENED.items() if mesh in way.name)
-    assert run_ranks(groups_of, 4, way, tmp_path, timeout_s=110) == [expected] * 4
+    assert run_ranks(groups_of, 4, way, tmp_path) == [expected] * 4

@@ -61,7 +61,7 @@ def several() -> dict[str, float]:
 
 @pytest.mark.long
 def test_a_bias_before_a_batchnorm_does_not_lead_astray() -> None:
-    for found in run_ranks(several, 2, timeout_s=110):
+    for found in run_ranks(several, 2):
         for method, kind in KINDS.items():
             assert found[method] < 2 * found[kind.__name__], found
 
@@ -89,5 +89,5 @@ def far() -> float:
 
 def test_what_zero_one_adam_loses_of_large_gradients_does_not_go_into_small_ones() -> None:
     """150 updates of Adam's go at most about 150 times its rate."""
-    for found in run_ranks(far, 2, timeout_s=110):
+    for found in run_ranks(far, 2):
         assert 0 < found < 2 * 150 * RATES[torch.optim.Adam], found

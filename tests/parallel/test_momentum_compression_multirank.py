@@ -60,7 +60,7 @@ def test_where_nothing_is_lost_it_is_the_run_of_one_rank() -> None:
     one = run_ranks(exactly, 1, cases(ONE))
     never = run_ranks(train_cases, 1, {"one": case(None)}, STEPS, None)
     assert not torch.equal(one[0]["one-bit-adam"].state["second.weight"], never[0]["one"].state["second.weight"])
-    three = run_ranks(exactly, 3, cases({"replicate": 3}), timeout_s=110)
+    three = run_ranks(exactly, 3, cases({"replicate": 3}))
     for method in METHODS:
         assert_agree(one[0][method], [rank[method] for rank in three])
 
@@ -80,7 +80,7 @@ def test_where_the_optimizers_state_is_divided_it_is_that_too() -> None:
     one = run_ranks(exactly, 1, {method: made(method, make, mesh=ONE) for method, make in subjects.items()})
     level = {"sharding": ShardingPlan(level=1)}
     three = {method: made(method, make, mesh={"shard": 3}, **level) for method, make in subjects.items()}
-    found = run_ranks(exactly, 3, three, timeout_s=110)
+    found = run_ranks(exactly, 3, three)
     for method in subjects:
         assert_agree(one[0][method], [rank[method] for rank in found])
 
@@ -121,7 +121,7 @@ def test_parameters_left_out_by_turns_are_one_devices_after_two_steps_too() -> N
         torch.testing.assert_close(one.state[name], value, rtol=1e-12, atol=1e-13)
     left_out = [set(start) - set(gradients) for gradients in one.gradients]
     assert any(one - another for one, another in zip(left_out[2:], left_out[1:], strict=False))
-    three = run_ranks(exactly, 3, {"run": made("byte-adam", by_turns, 2, mesh={"replicate": 3})}, timeout_s=110)
+    three = run_ranks(exactly, 3, {"run": made("byte-adam", by_turns, 2, mesh={"replicate": 3})})
     assert_agree(one, [rank["run"] for rank in three])
 
 
@@ -140,19 +140,19 @@ def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
         "byte-adam": made("byte-adam", mesh=mesh, sharding=ShardingPlan(level=1)),
         "clipped": made("byte-adam", clipped_and_decayed, mesh=clipped_too),
     }
-    four = run_ranks(exactly, 4, beside, timeout_s=110)
+    four = run_ranks(exactly, 4, beside)
     for name in beside:
         assert_agree(one[0][name], [rank[name] for rank in four])
     batch = {"num_microbatches": 2}
     shares = {"shares": made("byte-adam", mesh={"replicate": 2}, shares=(3, 1), batch=batch)}
-    assert_agree(one[0]["byte-adam"], [rank["shares"] for rank in run_ranks(exactly, 2, shares, timeout_s=110)])
+    assert_agree(one[0]["byte-adam"], [rank["shares"] for rank in run_ranks(exactly, 2, shares)])
     inside = {
         "split": made("one-bit-adam", plain, mesh={"replicate": 2, "split": 2}),
         "stage": made(
             "one-bit-adam", plain, mesh={"replicate": 2, "stage": 2}, pipeline=PipelinePlan(cuts=("2",)), batch=batch
         ),
     }
-    for rank in run_ranks(exactly, 4, inside, timeout_s=110):
+    for rank in run_ranks(exactly, 4, inside):
         assert_agree(one[0]["plain"], [rank["split"], rank["stage"]])
 
 
@@ -197,7 +197,7 @@ def all_followed(words: list[str], world_size: int) -> list[dict[str, Any]]:
 def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: int) -> None:
     """And bytes are the formula's before and after the switch, the bits of all ranks the same."""
     words = [f"{method},freeze_step={FREEZE}" for method in METHODS]
-    found = run_ranks(all_followed, world_size, words, world_size, timeout_s=110)
+    found = run_ranks(all_followed, world_size, words, world_size)
     for place, one in enumerate(words):
         first = found[0][place]
         for bucket, (_, came, _) in enumerate(first["sums"]):
@@ -236,7 +236,7 @@ def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int, divided:
                 (one, 3, stop, None, f"{folder}/{one}-a", mesh),
                 (one, 3, 8, f"{folder}/{one}-a", f"{folder}/{one}-b", mesh),
             ]
-        for rank in run_ranks(in_turn, 3, calls, timeout_s=110):
+        for rank in run_ranks(in_turn, 3, calls):
             for one, whole, again in zip(words, rank[::3], rank[2::3], strict=True):
                 for name, value in whole[0].items():
                     assert torch.equal(again[0][name], value), (one, name)
@@ -277,7 +277,7 @@ def poisoned(words: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 def test_a_step_that_is_not_finite_leaves_no_trace() -> None:
-    first, *others = run_ranks(poisoned, 3, "one-bit-adam,freeze_step=10", timeout_s=110)
+    first, *others = run_ranks(poisoned, 3, "one-bit-adam,freeze_step=10")
     assert all(value.isfinite().all() for value in first.values())
     assert all(torch.equal(other[name], value) for other in others for name, value in first.items())
 
@@ -313,7 +313,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         made("one-bit-adam", late, mesh=two),
     ]
     words = ("clip_norm = 0.05", "SGD is not Adam's", "sharding.level = 2", "LAMB's ratios need whole tensors")
-    ranks = run_ranks(refusals, 2, given, STEPS, timeout_s=110)
+    ranks = run_ranks(refusals, 2, given, STEPS)
     assert_refused([rank[:-1] for rank in ranks], words)
     for rank in ranks:
         assert rank[-1].startswith("TrainingError: late.bias has its first gradient after freeze_step = 4"), rank[-1]

@@ -112,7 +112,7 @@ def _alone(folder: str) -> dict[str, bool]:
 
 
 def test_values_are_those_of_state_in_memory(tmp_path: Path) -> None:
-    (seen,) = run_ranks(_alone, 1, str(tmp_path), timeout_s=110)
+    (seen,) = run_ranks(_alone, 1, str(tmp_path))
     assert all(seen.values()), seen
 
 
@@ -129,7 +129,7 @@ def _resumed() -> list[bool]:
 
 
 def test_checkpoints_continue_in_memory_and_in_files() -> None:
-    (results,) = run_ranks(_resumed, 1, timeout_s=110)
+    (results,) = run_ranks(_resumed, 1)
     assert results == [True] * 4
 
 
@@ -142,7 +142,7 @@ def _shared(level: int) -> bool:
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_have_files_of_their_own(level: int) -> None:
-    assert run_ranks(_shared, 2, level, timeout_s=110) == [True, True]
+    assert run_ranks(_shared, 2, level) == [True, True]
 
 
 class CountsCalls(torch.optim.SGD):
@@ -181,7 +181,7 @@ def _refused(folder: str) -> dict[str, str]:
 
 
 def test_what_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    (said,) = run_ranks(_refused, 1, str(tmp_path), timeout_s=110)
+    (said,) = run_ranks(_refused, 1, str(tmp_path))
     assert f"{tmp_path}/missing cannot hold" in said["missing"]
     assert "existing folder" in said["missing"]
     assert "GiB for each rank" in said["too small"]
@@ -199,6 +199,6 @@ def _cut_short() -> str:
 
 
 def test_a_read_that_fails_ends_the_run() -> None:
-    (said,) = run_ranks(_cut_short, 1, timeout_s=110)
+    (said,) = run_ranks(_cut_short, 1)
     assert "the state of AdamW in" in said
     assert "could not be read" in said

@@ -94,7 +94,7 @@ def test_the_device_holds_no_more_than_the_plan_says_and_computes_the_same() -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_every_case_trains_to_the_same_values(dtype: torch.dtype) -> None:
     full = dtype is torch.float64
-    (results,) = run_ranks(_trained, 1, FULL if full else HALF, dtype, timeout_s=120)
+    (results,) = run_ranks(_trained, 1, FULL if full else HALF, dtype)
     _same(results, 1e-12 if full else 0.0)
 
 
@@ -110,7 +110,7 @@ def _lives(folder: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_averages_evaluation_skipped_steps_and_checkpoints_are_those_without_offload(tmp_path: Path) -> None:
-    (results,) = run_ranks(_lives, 1, str(tmp_path), timeout_s=120)
+    (results,) = run_ranks(_lives, 1, str(tmp_path))
     for run, result in results.items():
         expected = results["none"] if run in WHERE else results["none", "none"]
         _close(result, expected, str(run))
@@ -136,7 +136,7 @@ def _on_fakegpu(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 @needs_fakegpu
 def test_on_a_device_of_its_own_memory_no_tensor_meets_one_of_the_other_memory() -> None:
-    (seen,) = run_ranks(_on_fakegpu, 1, FAKE, timeout_s=120)
+    (seen,) = run_ranks(_on_fakegpu, 1, FAKE)
     _same(seen["values"], 1e-12)
     peaks = seen["peaks"]
     assert peaks["none"] > 3.5 * PARAMETER_NBYTES, "parameters, gradients and two moments"
@@ -177,7 +177,7 @@ def _alone() -> dict[str, Trained]:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_that_share_the_state_train_to_the_same_values(ranks: str) -> None:
-    one, many = _alone(), run_ranks(_on_many, int(ranks), RANKS[ranks], timeout_s=180)
+    one, many = _alone(), run_ranks(_on_many, int(ranks), RANKS[ranks])
     for index, plan in enumerate(RANKS[ranks]):
         for subject in SUBJECTS:
             try:

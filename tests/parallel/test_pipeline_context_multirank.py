@@ -99,6 +99,6 @@ def test_what_mixes_tokens_otherwise_is_refused_on_every_stage() -> None:
         "near (Conv1d) computes different values": staged(convolved, "1f1b", 1),
         "positions from 0 on every rank": staged(sliced, "1f1b", 1),
     }
-    for said in run_ranks(refusals, 4, list(cases.values()), timeout_s=100):
+    for said in run_ranks(refusals, 4, list(cases.values())):
         for words, sentence in zip(cases, said, strict=True):
             assert words in sentence

@@ -68,7 +68,7 @@ def results(mesh: tuple[tuple[str, int], ...]) -> list[dict[tuple[int, str], Tra
     world_size = 1
     for _, degree in mesh:
         world_size *= degree
-    return run_ranks(train_all, world_size, dict(mesh), LEVELS if world_size > 1 else (1,), timeout_s=60)
+    return run_ranks(train_all, world_size, dict(mesh), LEVELS if world_size > 1 else (1,))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -90,7 +90,7 @@ def train_by_messages(mesh: dict[str, int]) -> dict[tuple[int, str], Trained]:
 @pytest.mark.parametrize("mesh", [{"shard": 2}, {"shard": 3}], ids=str)
 def test_same_as_one_device_by_messages(mesh: dict[str, int]) -> None:
     """As between hosts: two ranks add rows where they lie, three lay theirs beside the others'."""
-    one, many = results((("replicate", 1),)), run_ranks(train_by_messages, mesh["shard"], mesh, timeout_s=60)
+    one, many = results((("replicate", 1),)), run_ranks(train_by_messages, mesh["shard"], mesh)
     for level in LEVELS:
         for name in cases_of(level):
             assert_agree(one[0][1, name], [rank[level, name] for rank in many])
@@ -105,7 +105,7 @@ def train_on_hosts(hosts: tuple[int, ...]) -> dict[tuple[int, str], Trained]:
 @pytest.mark.parametrize("hosts", [(2, 2), (1, 2)], ids=str)
 def test_same_as_one_device_over_hosts(hosts: tuple[int, ...]) -> None:
     """What all of a host need crosses to it once, what is summed is summed inside hosts first."""
-    one, many = results((("replicate", 1),)), run_ranks(train_on_hosts, sum(hosts), hosts, timeout_s=120)
+    one, many = results((("replicate", 1),)), run_ranks(train_on_hosts, sum(hosts), hosts)
     for level in LEVELS:
         for name in cases_of(level):
             assert_agree(one[0][1, name], [rank[level, name] for rank in many])

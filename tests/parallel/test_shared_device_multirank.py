@@ -70,8 +70,8 @@ UNORDERED = {mode: by_replicas("MLP", sync=mode) for mode in ("stale:2", "asynch
 
 
 def _check(cases: dict[str, Case], *, by_plan: bool = False, agree: bool = True) -> None:
-    expected = run_ranks(trained_on_cpu, 2 if by_plan else 1, cases, by_plan, timeout_s=300)
-    for rank, (results, failure) in enumerate(run_ranks(trained_on_device, 2, cases, timeout_s=300)):
+    expected = run_ranks(trained_on_cpu, 2 if by_plan else 1, cases, by_plan)
+    for rank, (results, failure) in enumerate(run_ranks(trained_on_device, 2, cases)):
         assert not failure, f"rank {rank}: {failure}"
         for name, case in cases.items():
             got = results[name]

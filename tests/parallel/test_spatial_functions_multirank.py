@@ -69,7 +69,7 @@ def differences(grid: tuple[int, ...], overlap: bool) -> dict[str, Any]:
     [((3,), 3, True), ((2, 2), 4, True), ((1, 3), 3, False), ((2, 1, 2), 4, True), ((2, 1, 1), 2, True)],
 )
 def test_parts_are_the_whole(grid: tuple[int, ...], ranks: int, overlap: bool) -> None:
-    for rank, found in enumerate(run_ranks(differences, ranks, grid, overlap, timeout_s=120)):
+    for rank, found in enumerate(run_ranks(differences, ranks, grid, overlap)):
         wrong = {name: gap for name, gap in found.items() if isinstance(gap, str) or not gap <= 1e-12}
         assert not wrong, f"rank {rank}: {wrong}"
 

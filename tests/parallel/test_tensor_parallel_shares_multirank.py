@@ -20,7 +20,7 @@ FEW = ("plain", "heads", "few key heads gqa", "one key head", "tied", "multihead
 
 def check(shares: tuple[float, ...], names: tuple[str, ...]) -> None:
     modules = dict.fromkeys(names, tensor_parallel_models.__name__)
-    failures = run_ranks(run_cases, len(shares), modules, names, 2, shares, timeout_s=110)[0]
+    failures = run_ranks(run_cases, len(shares), modules, names, 2, shares)[0]
     assert not failures, "\n".join(failures.values())
 
 

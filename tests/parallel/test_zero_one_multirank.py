@@ -68,7 +68,7 @@ def test_where_nothing_is_lost_and_ranks_always_agree_it_is_the_run_of_one_rank(
     one = run_ranks(exactly, 1, {"run": made(words, mesh={"replicate": 1})})[0]["run"]
     adam = run_ranks(train_cases, 1, {"run": case(None)}, STEPS, None)[0]["run"]
     assert not torch.equal(one.state["second.weight"], adam.state["second.weight"])
-    three = run_ranks(exactly, 3, {"run": made(words, mesh={"replicate": 3})}, timeout_s=110)
+    three = run_ranks(exactly, 3, {"run": made(words, mesh={"replicate": 3})})
     assert_agree(without_gradients(one), [without_gradients(rank["run"]) for rank in three])
 
 
@@ -91,7 +91,7 @@ def batches() -> tuple[torch.Tensor, list[Any]]:
 @pytest.mark.long
 def test_what_enters_the_optimizer_is_clipped_as_by_the_equations_in_one_process() -> None:
     """The sum's norm while ranks sum, a rank's own where it steps alone; shares of 2, 3 and 3 samples."""
-    three = run_ranks(exactly, 3, {"run": made(make=clipped, mesh={"replicate": 3})}, look, timeout_s=110)
+    three = run_ranks(exactly, 3, {"run": made(make=clipped, mesh={"replicate": 3})}, look)
     start, whole = run_ranks(batches, 1)[0]
     model, bound = clipped().model().double(), clipped().job["clip_norm"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -168,7 +168,7 @@ def followed(world_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ways_that_came_out_and_are_kept_are_those_that_went_in(world_size: int) -> None:
     """All ranks have the same bits once they agree, and bytes are the formula's."""
-    found = run_ranks(followed, world_size, world_size, timeout_s=110)
+    found = run_ranks(followed, world_size, world_size)
     times = len(found[0]["went"])
     went = sum(sum(rank["went"]) for rank in found)
     kept = sum(rank["kept"] for rank in found)
@@ -212,7 +212,7 @@ def test_resuming_changes_no_bit(stop: int) -> None:
             (WORDS, 3, stop, None, f"{folder}/a", mesh),
             (WORDS, 3, 16, f"{folder}/a", f"{folder}/b", mesh),
         ]
-        for whole, _, again in run_ranks(in_turn, 3, calls, timeout_s=110):
+        for whole, _, again in run_ranks(in_turn, 3, calls):
             for name, value in whole[0].items():
                 assert torch.equal(again[0][name], value), name
 
@@ -244,7 +244,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         made("zero-one-adam,freeze_step=20,kappa=2", late, mesh=two),
     ]
     words = ("SGD is not Adam's", "mesh.shard = 2", "mesh.split = 2")
-    ranks = run_ranks(refusals, 2, given, STEPS, timeout_s=110)
+    ranks = run_ranks(refusals, 2, given, STEPS)
     assert_refused([rank[:-1] for rank in ranks], words)
     for rank in ranks:
         assert rank[-1].startswith("TrainingError: late."), rank[-1]

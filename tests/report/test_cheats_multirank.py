@@ -18,13 +18,13 @@ from tutti.reporting.comparison import compare
 from tutti.reporting.quality_metrics import parse_target
 
 pytest.importorskip("sklearn", reason="the trainings' data are scikit-learn's")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cheats")
-    run_ranks(cheats.run_all, 1, path, timeout_s=250)
+    run_ranks(cheats.run_all, 1, path)
     return path
 
 

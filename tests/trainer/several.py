@@ -28,7 +28,7 @@ def on_ranks(
     cases: dict[str, Case], world_size: int, *, steps: int = 4, look: Callable[[Any], dict[str, Any]] | None = None
 ) -> list[dict[str, Trained]]:
     """Every case on `world_size` ranks, one result a rank."""
-    return run_ranks(train_cases, world_size, cases, steps, look, timeout_s=110)
+    return run_ranks(train_cases, world_size, cases, steps, look)
 
 
 @functools.cache

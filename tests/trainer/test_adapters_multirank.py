@@ -167,7 +167,7 @@ def world_size(name: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_train_as_on_one_device(name: str, tmp_path: Path) -> None:
     kinds = ("lora", "parameter", "buffer")
-    for results in run_ranks(kinds_under, world_size(name), kinds, name, str(tmp_path), timeout_s=120):
+    for results in run_ranks(kinds_under, world_size(name), kinds, name, str(tmp_path)):
         for kind in kinds:
             expected = plain(kind)
             close(results[kind]["state"], expected)
@@ -189,7 +189,7 @@ def test_a_quantised_base_resumes_under_another_plan(tmp_path: Path) -> None:
 def test_peft_trains_as_on_one_device(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     expected = plain("peft")
-    for result in run_ranks(trained, world_size(name), "peft", name, str(tmp_path), timeout_s=200):
+    for result in run_ranks(trained, world_size(name), "peft", name, str(tmp_path)):
         close(result["state"], expected)
     from safetensors.torch import load_file
 

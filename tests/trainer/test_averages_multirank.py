@@ -178,7 +178,7 @@ def world_size(name: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_averages_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     expected = plain()
-    for result in run_ranks(averaged, world_size(name), name, str(tmp_path), timeout_s=120):
+    for result in run_ranks(averaged, world_size(name), name, str(tmp_path)):
         close(result, expected)
         for said, call in zip(result["said"], REFUSED, strict=False):
             assert said == f"{call} was called inside `with average.applied():`; leave it first"
@@ -235,7 +235,7 @@ def saved_on_the_way(name: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["zero3", pytest.param("stage", marks=pytest.mark.long)])
 def test_a_checkpoint_on_the_way_has_the_averages_of_its_step(name: str, tmp_path: Path) -> None:
     expected = plain()
-    for results in run_ranks(saved_on_the_way, world_size(name), name, str(tmp_path), timeout_s=120):
+    for results in run_ranks(saved_on_the_way, world_size(name), name, str(tmp_path)):
         for result in results.values():
             close(result, expected)
 
@@ -266,8 +266,8 @@ CHANGES = [("zero3", "stage"), pytest.param("split", "zero2", marks=pytest.mark.
 
 @pytest.mark.parametrize(("first", "then"), CHANGES)
 def test_an_average_continues_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
-    run_ranks(saved_after_two, world_size(first), first, str(tmp_path), timeout_s=120)
-    for result in run_ranks(resumed, world_size(then), then, str(tmp_path), str(tmp_path / "first"), timeout_s=120):
+    run_ranks(saved_after_two, world_size(first), first, str(tmp_path))
+    for result in run_ranks(resumed, world_size(then), then, str(tmp_path), str(tmp_path / "first")):
         close(result, plain())
 
 
@@ -295,7 +295,7 @@ def test_update_bn_of_a_copy_sees_whole_batches(name: str, tmp_path: Path) -> No
     model = net()
     model.load_state_dict(expected["model"])
     update_bn(DataLoader(data(), batch_size=8), model)
-    for result in run_ranks(copies, world_size(name), name, str(tmp_path), timeout_s=120):
+    for result in run_ranks(copies, world_size(name), name, str(tmp_path)):
         assert result["epoch"] == 3
         for key, value in expected["swa"].items():
             torch.testing.assert_close(result["swa"][key], value, rtol=1e-12, atol=1e-12, msg=key)

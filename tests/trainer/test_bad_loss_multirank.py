@@ -149,7 +149,7 @@ def stopped(names: list[str]) -> dict[str, str]:
 
 
 def test_step_rank_module_and_samples_are_named() -> None:
-    ranks = run_ranks(stopped, 2, list(CASES), timeout_s=110)
+    ranks = run_ranks(stopped, 2, list(CASES))
     for name, (_, words) in CASES.items():
         said = ranks[0][name]
         assert words in said, (name, said)
@@ -179,7 +179,7 @@ def fails_again() -> str:
 
 
 def test_a_rank_that_cannot_compute_the_batch_again_leaves_no_other_waiting() -> None:
-    first, second = run_ranks(fails_again, 2, timeout_s=60)
+    first, second = run_ranks(fails_again, 2)
     assert "rank 1 failed when the batch was computed again" in second, second
     assert "ValueError: called twice" in second
     assert first != "nothing was found", first

@@ -269,7 +269,6 @@ def on_ranks(ranks: int) -> list[dict[tuple[str, str], Trained]]:
         ranks,
         plans,
         [kind for kind in MODULES if kind not in (*REFUSED, *NOT_RECOMPUTED)],
-        timeout_s=300,
     )
 
 
@@ -358,7 +357,7 @@ def trained_and_evaluated(ranks: int) -> tuple[list[Trained], float, float]:
 
 def test_parts_complex_state_and_unequal_evaluation() -> None:
     one = on_one_device_of(gain_net)
-    for many, loss, expected in run_ranks(trained_and_evaluated, 2, 2, timeout_s=60):
+    for many, loss, expected in run_ranks(trained_and_evaluated, 2, 2):
         for trained_by_plan in many:
             assert_same(trained_by_plan, one)
         assert loss == pytest.approx(expected, rel=1e-12)

@@ -160,7 +160,7 @@ ALL_WAYS += [(names, tuple(WAYS)) for names in (("split", "zero-bubble"), ("expe
     [(("stage",), ("job",)), *(pytest.param(*each, marks=pytest.mark.long) for each in ALL_WAYS)],
 )
 def test_compiled_plans_compute_what_one_device_does(names: tuple[str, ...], ways: tuple[str, ...]) -> None:
-    results_of_ranks = run_ranks(under, 2, names, ways, timeout_s=300)
+    results_of_ranks = run_ranks(under, 2, names, ways)
     for results in results_of_ranks:
         for (name, way), result in results.items():
             expected = plain(name)
@@ -186,7 +186,7 @@ def test_compiled_plans_compute_what_one_device_does(names: tuple[str, ...], way
 
 @pytest.mark.long
 def test_the_default_compiler_computes_what_one_device_does() -> None:
-    for result in run_ranks(trained, 2, True, "zero3", timeout_s=300):
+    for result in run_ranks(trained, 2, True, "zero3"):
         close(result["state"], plain())
         assert result["graphs"] > 0
 

@@ -73,8 +73,8 @@ def trained(names: list[str], on_host: bool) -> list[Trained]:
     "names", [["level 3", "stages"], pytest.param(["level 2", "split", "tables"], marks=pytest.mark.long)]
 )
 def test_values_are_those_of_one_device(names: list[str]) -> None:
-    one = run_ranks(trained, 1, names, False, timeout_s=120)[0]
-    many = run_ranks(trained, 2, names, True, timeout_s=120)
+    one = run_ranks(trained, 1, names, False)[0]
+    many = run_ranks(trained, 2, names, True)
     for index, expected in enumerate(one):
         assert_agree(expected, [results[index] for results in many])
 

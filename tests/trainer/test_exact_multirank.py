@@ -57,7 +57,7 @@ def train_all(table: str, world_size: int) -> dict[Any, Trained]:
 @functools.cache
 def results(table: str, world_size: int) -> list[dict[Any, Trained]]:
     """What every rank of a world got; each world is launched once."""
-    return run_ranks(train_all, world_size, table, world_size, timeout_s=110)
+    return run_ranks(train_all, world_size, table, world_size)
 
 
 def assert_same(one: Trained, many: Trained, tolerance: float) -> None:

@@ -138,7 +138,7 @@ def all_trained(names: list[str]) -> dict[str, tuple[Seen, Seen]]:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_no_rank_makes_an_update_from_a_gradient_that_is_not_finite(size: int) -> None:
     names = [name for name in CASES if (name == "one") == (size == 1)]
-    ranks = run_ranks(all_trained, size, names, timeout_s=110)
+    ranks = run_ranks(all_trained, size, names)
     for name in names:
         for rank in ranks:
             skipped, stopped = rank[name]

@@ -36,7 +36,7 @@ def correct_said(ranks: int) -> dict[str, tuple[list[str], list[Any]]]:
 
 @functools.cache
 def of_mistakes(ranks: int) -> dict[str, list[str]]:
-    return {name: found for name, (found, _) in run_ranks(mistakes_said, ranks, ranks, timeout_s=120)[0].items()}
+    return {name: found for name, (found, _) in run_ranks(mistakes_said, ranks, ranks)[0].items()}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -48,7 +48,7 @@ def test_a_mistake_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_correct_program_raises_nothing(ranks: int) -> None:
-    for results in run_ranks(correct_said, ranks, ranks, timeout_s=120):
+    for results in run_ranks(correct_said, ranks, ranks):
         assert {name: found for name, (found, _) in results.items() if found} == {}
         calls, seen, count = results["counter"][1][0]
         assert calls == seen == count, "the guard's own forwards leave no trace"

@@ -280,7 +280,7 @@ NAMES = [name if name in CORE else pytest.param(name, marks=pytest.mark.long) fo
 
 @functools.cache
 def _trained(*, core: bool) -> dict[str, tuple[Trained, Trained | str]]:
-    return run_ranks(_everything, 1, [name for name in CASES if (name in CORE) == core], timeout_s=300)[0]
+    return run_ranks(_everything, 1, [name for name in CASES if (name in CORE) == core])[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -182,7 +182,7 @@ def _everything(names: list[str]) -> dict[str, tuple[Trained, Trained] | str]:
 
 
 def _check(names: list[str]) -> None:
-    everything = run_ranks(_everything, 2, names, timeout_s=240)
+    everything = run_ranks(_everything, 2, names)
     failures = [
         f"{name}, rank {rank}:\n{pair}"
         for rank, found in enumerate(everything)

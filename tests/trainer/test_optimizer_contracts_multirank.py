@@ -231,7 +231,7 @@ def say_all(names: list[str]) -> dict[str, str]:
 
 
 def test_what_cannot_be_kept_is_refused_on_every_rank() -> None:
-    for said in run_ranks(say_all, 2, list(REFUSED), timeout_s=200):
+    for said in run_ranks(say_all, 2, list(REFUSED)):
         for name, (_, _, expected) in REFUSED.items():
             assert expected in said[name], f"{name}: {said[name]}"
 
@@ -324,7 +324,7 @@ def plain_plateau(given: bool) -> list[float]:
 def test_a_plateau_follows_what_it_is_told_or_the_training_loss(ranks: int) -> None:
     expected = plain_plateau(True), plain_plateau(False)
     assert len({*expected[0]}) > 2, "the test would see no change of the rate"
-    for told, own in run_ranks(plateau_resumed, ranks, timeout_s=120):
+    for told, own in run_ranks(plateau_resumed, ranks):
         assert told == pytest.approx(expected[0])
         assert own == pytest.approx(expected[1])
 
@@ -357,7 +357,7 @@ def saved_and_resumed() -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_waits_for_all_updates_of_its_batch(ranks: int) -> None:
-    for state, names, resumed in run_ranks(saved_and_resumed, ranks, timeout_s=120):
+    for state, names, resumed in run_ranks(saved_and_resumed, ranks):
         # 4 batches an epoch and 2 updates a batch: due after updates 3, 6, 9, 12, 15, and written between batches
         assert names[:2] == ["step-00000004", "step-00000006"]
         assert all(int(name[5:]) % 2 == 0 for name in names)
@@ -381,7 +381,7 @@ def wrapped(inside: bool) -> tuple[list[str], list[str], float]:
 @pytest.mark.parametrize("inside", [True, False])
 def test_names_are_without_the_compiler_s_prefix(inside: bool) -> None:
     expected = list(net().state_dict())
-    for here, saved, loss in run_ranks(wrapped, 2, inside, timeout_s=120):
+    for here, saved, loss in run_ranks(wrapped, 2, inside):
         assert here == saved == expected
         assert loss > 0
 
@@ -429,7 +429,7 @@ def without_scaling() -> dict[str, Tensor]:
 
 def test_gradients_under_loss_scaling_are_unscaled_once() -> None:
     expected = without_scaling()
-    for ways in run_ranks(all_in_float16, 2, timeout_s=120):
+    for ways in run_ranks(all_in_float16, 2):
         for name, value in expected.items():
             torch.testing.assert_close(ways["halves"][name], ways["once"][name], rtol=0, atol=2e-3)
             torch.testing.assert_close(ways["in turn"][name], value, rtol=0, atol=5e-3)

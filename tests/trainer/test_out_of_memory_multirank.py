@@ -133,7 +133,7 @@ def one_rank_runs_out(long: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_all_ranks_compute_the_step_again(long: bool) -> None:
-    for results in run_ranks(one_rank_runs_out, 2, long, timeout_s=120):
+    for results in run_ranks(one_rank_runs_out, 2, long):
         for name, result in results.items():
             if name in ("two", "four"):
                 assert not result["said"]

@@ -147,7 +147,7 @@ def trained(ranks: int, plans: list[str], norms: list[str]) -> dict[tuple[str, s
 @functools.cache
 def on_ranks(ranks: int) -> list[dict[tuple[str, str], Trained]]:
     plans = {1: ["recompute"], 2: list(PLANS), 3: ["microbatches"]}[ranks]
-    return run_ranks(trained, ranks, ranks, plans, [norm for norm in NORMS if norm != "by hand"], timeout_s=200)
+    return run_ranks(trained, ranks, ranks, plans, [norm for norm in NORMS if norm != "by hand"])
 
 
 @functools.cache
@@ -249,6 +249,6 @@ def test_layers_with_forwards_of_their_own_stay_whole_under_split() -> None:
         expected = {kind: plain(functools.partial(Block, kind), X, 7) for kind in BLOCKS}
     finally:
         torch.set_default_dtype(torch.float32)
-    for results in run_ranks(divided, 2, list(BLOCKS), timeout_s=200):
+    for results in run_ranks(divided, 2, list(BLOCKS)):
         for kind, many in results.items():
             assert_same(many, expected[kind])

@@ -145,7 +145,7 @@ QUICK = ("zero3", "split", "stage")
 
 @pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.long) for p in PLANS])
 def test_a_loss_that_reads_parameters_is_that_of_one_device(plan: str, tmp_path: Path) -> None:
-    for results in run_ranks(trained, PLANS[plan].world_size, PLANS[plan], str(tmp_path), timeout_s=120):
+    for results in run_ranks(trained, PLANS[plan].world_size, PLANS[plan], str(tmp_path)):
         values = results.pop("evaluated")
         for name, result in results.items():
             if plan.startswith("stage") and name.startswith("kept"):

@@ -176,8 +176,8 @@ OTHERS = tuple(name for name in CASES if name not in (*QUICK, *GROUPS))
     ],
 )
 def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tuple[str, ...]) -> None:
-    one = run_ranks(all_of, 1, names, timeout_s=120)[0]
-    results = run_ranks(all_of, ranks, names, timeout_s=240)
+    one = run_ranks(all_of, 1, names)[0]
+    results = run_ranks(all_of, ranks, names)
     for name in names:
         runs, sizes = [result[name] for result in results], []
         for run in runs:
@@ -247,7 +247,7 @@ def slow_for_a_while(steps: int, batch_size: int = 8, real: bool = True) -> tupl
 
 @pytest.mark.parametrize(("ranks", "real"), [(3, False), pytest.param(2, True, marks=pytest.mark.long)])
 def test_a_slow_rank_has_fewer_samples_until_it_is_slow_no_longer(ranks: int, real: bool) -> None:
-    results = run_ranks(slow_for_a_while, ranks, 0, 4 * ranks, real, timeout_s=120)
+    results = run_ranks(slow_for_a_while, ranks, 0, 4 * ranks, real)
     steps = len(results[0][0].losses)
     (one, _), said = run_ranks(slow_for_a_while, 1, steps, 4 * ranks, real)[0], results[0][1]
     for got, _ in results:
@@ -404,7 +404,7 @@ def test_shares_change_on_accelerators() -> None:
 @pytest.mark.long
 def test_a_slow_rank_has_fewer_samples_on_accelerators() -> None:
     fakegpu.build()
-    results = run_ranks(on_a_device, 2, True, timeout_s=120)
+    results = run_ranks(on_a_device, 2, True)
     steps = len(results[0][0].losses)
     one, said = run_ranks(slow_for_a_while, 1, steps)[0][0], results[0][1]
     for got, _ in results:

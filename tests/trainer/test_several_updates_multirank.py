@@ -341,7 +341,7 @@ def test_updates_are_those_of_a_plain_loop(plan: str) -> None:
     names, fields = PLANS[plan]
     size = Plan(batch=BatchPlan(global_batch_size=1), mesh=fields["mesh"]).world_size
     expected = {name: plain(HABITS[name]) for name in names}
-    for rank, results in enumerate(run_ranks(train_all, size, names, fields, timeout_s=200)):
+    for rank, results in enumerate(run_ranks(train_all, size, names, fields)):
         for name, (seen, state) in expected.items():
             words = f"{name}, rank {rank}: {{}}".format
             torch.testing.assert_close(

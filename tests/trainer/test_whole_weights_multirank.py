@@ -145,7 +145,7 @@ def test_whole_weights_are_those_of_one_device(name: str, tmp_path: Path) -> Non
     model, average, first = one_device()
     x, y = data().tensors
     expected = copy.deepcopy(model.state_dict())
-    results = run_ranks(saved, PLANS[name].world_size, PLANS[name], str(tmp_path), timeout_s=120)
+    results = run_ranks(saved, PLANS[name].world_size, PLANS[name], str(tmp_path))
     for rank, result in enumerate(results):
         for key in ("state", "copy", "pickled", "loaded"):
             close(result[key], expected)
@@ -212,7 +212,7 @@ def refused(plan: Plan, folder: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_part_is_never_given_as_the_whole(name: str, tmp_path: Path) -> None:
-    for messages in run_ranks(refused, PLANS[name].world_size, PLANS[name], str(tmp_path), timeout_s=120):
+    for messages in run_ranks(refused, PLANS[name].world_size, PLANS[name], str(tmp_path)):
         if name.startswith("stage"):
             messages.pop("Linear.state_dict()", None)  # this layer may be whole on its stage's rank
         for key in READS:
