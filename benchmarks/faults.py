@@ -1,15 +1,25 @@
-"""Faults tried and survived: `tutti run` beside torchrun's elastic agent, on the same faults, with the seconds of each.
+"""Faults tried and survived: `tutti run` beside torchrun's elastic agent and torchft, on the same faults, with the
+seconds of each.
 
-Both train the same model from the same samples and save a checkpoint every few steps; the script for torchrun saves and
-loads by itself, as its documentation shows, and skips the samples that it has trained. After a fault that ends the
-launcher, the same command is given again (with --resume for tutti). A fault is survived if the run then completes with
-the parameters of the undisturbed run.
+All train the same model from the same samples and save a checkpoint every few steps; the scripts for torchrun and
+torchft save and load by themselves, as their documentation shows, and skip the samples that they have trained. After
+a fault that ends the launcher, the same command is given again (with --resume for tutti). A fault is survived if the
+run then completes with the parameters of the undisturbed run.
+
+torchft (https://github.com/pytorch/torchft) has no launcher: its lighthouse knows the ranks, each of which has a
+torchrun of its own that starts it again, as in its README. Its script is told to compute what an undisturbed run
+does: a step waits for all ranks (min_replica_size), and a rank that comes back has its state before the step begins
+(use_async_quorum=False). Horovod's elastic training (https://horovod.readthedocs.io/en/stable/elastic_include.html)
+also waits for all ranks, and commits each step to memory. Both are measured where they are installed.
 """
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -100,6 +110,120 @@ for epoch in range(1000):
 """
 )
 
+TORCHFT_SCRIPT = (
+    _COMMON
+    + """
+from datetime import timedelta
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+rank, world = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["NUM_REPLICA_GROUPS"])
+note(f"pid-{rank}", str(os.getpid()))
+
+def load_state(saved):
+    parallel.load_state_dict(saved["model"])
+    inner.load_state_dict(saved["optimizer"])
+
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+    load_state_dict=load_state,
+    state_dict=lambda: {"model": parallel.state_dict(), "optimizer": inner.state_dict()},
+    min_replica_size=world,
+    use_async_quorum=False,
+    init_sync=False,
+    replica_id=f"rank_{rank}",
+)
+parallel = DistributedDataParallel(manager, model)
+inner, optimizer = optimizer, Optimizer(manager, optimizer)
+if os.path.exists("last.pt") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # later the others have the state
+    saved = torch.load("last.pt", weights_only=True)
+    load_state(saved)
+    manager.load_state_dict(saved["manager"])
+loss_fn, per_epoch = nn.CrossEntropyLoss(), len(samples) // 48
+while manager.current_step() < STEPS:
+    time.sleep(0.02)
+    optimizer.zero_grad()  # the quorum: a rank that was away has the others' step now
+    step = manager.current_step()
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(step // per_epoch))
+    mine = order[step % per_epoch * 48 :][rank : 48 : world]
+    inputs, target = samples[mine]
+    loss_fn(parallel(inputs), target).backward()
+    optimizer.step()
+    if manager.current_step() == step:
+        continue  # not all ranks took part: the same step again
+    step += 1
+    if step % EVERY == 0 and rank == 0:
+        whole = {"model": parallel.state_dict(), "optimizer": inner.state_dict(), "manager": manager.state_dict()}
+        torch.save(whole, "part.pt")
+        os.replace("part.pt", "last.pt")
+    note(f"steps-{rank}", f"{step} {time.time()}")
+if rank == 0:
+    torch.save(model.state_dict(), "final.pt")
+manager.shutdown()
+"""
+)
+
+# Starts the lighthouse and a torchrun for each rank, passes SIGTERM on, and ends with the worst exit code.
+TORCHFT_LAUNCHER = """
+import os, signal, socket, subprocess, sys
+ranks = int(sys.argv[1])
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+lighthouse = os.path.join(os.path.dirname(sys.executable), "torchft_lighthouse")
+options = ["--min_replicas", str(ranks), "--join_timeout_ms", "10000", "--quorum_tick_ms", "100"]
+processes = [subprocess.Popen([lighthouse, *options, "--bind", f"127.0.0.1:{port}"])]
+for rank in range(ranks):
+    variables = {"REPLICA_GROUP_ID": str(rank), "NUM_REPLICA_GROUPS": str(ranks)}
+    variables["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3", "script.py"]
+    processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
+signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes[1:]])
+codes = [process.wait() for process in processes[1:]]
+processes[0].terminate()
+sys.exit(max(abs(code) for code in codes))
+"""
+
+HOROVOD_SCRIPT = (
+    _COMMON
+    + """
+import horovod.torch as hvd
+hvd.init()
+rank, world = hvd.rank(), hvd.size()
+note(f"pid-{rank}", str(os.getpid()))
+done = 0
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+if os.path.exists("last.pt"):  # by all ranks: state that one lacks comes by a step, with weight decay
+    saved = torch.load("last.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    done = saved["step"]
+loss_fn, per_epoch = nn.CrossEntropyLoss(), len(samples) // 48
+
+@hvd.elastic.run
+def train(state):
+    while state.step < STEPS:
+        time.sleep(0.02)
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(state.step // per_epoch))
+        mine = order[state.step % per_epoch * 48 :][hvd.rank() : 48 : hvd.size()]
+        inputs, target = samples[mine]
+        optimizer.zero_grad()
+        loss_fn(model(inputs), target).backward()
+        optimizer.step()
+        state.step += 1
+        if state.step % EVERY == 0 and hvd.rank() == 0:
+            whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": state.step}
+            torch.save(whole, "part.pt")
+            os.replace("part.pt", "last.pt")
+        note(f"steps-{hvd.rank()}", f"{state.step} {time.time()}")
+        state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, step=done)
+state.register_reset_callbacks([lambda: note(f"pid-{hvd.rank()}", str(os.getpid()))])
+train(state)
+if hvd.rank() == 0:
+    torch.save(model.state_dict(), "final.pt")
+"""
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -113,7 +237,10 @@ class Sizes:
 
 QUICK = Sizes(ranks=2, repeats=1)
 
-SYSTEMS = ("tutti", "torchrun")
+SCRIPTS = {"tutti": TUTTI_SCRIPT, "torchrun": TORCH_SCRIPT, "torchft": TORCHFT_SCRIPT, "horovod": HOROVOD_SCRIPT}
+INSTALLED = [name for name in ("torchft", "horovod") if importlib.util.find_spec(name)]
+SYSTEMS = ("tutti", "torchrun", *INSTALLED)
+NOT_ASKED = ("torchft", "killed launcher")  # it has none: a scheduler starts the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +260,7 @@ class Outcome:
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Cause all faults in turns. Returns "samples" and "summary", by system and fault."""
+    """Cause all faults in turns. Returns "peers" (versions), and "samples" and "summary" by system and fault."""
     samples: dict[str, dict[str, list[dict[str, Any]]]] = {name: {fault: [] for fault in FAULTS} for name in SYSTEMS}
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         quiet = {system: Path(scratch) / system for system in SYSTEMS}
@@ -142,6 +269,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         for repeat in range(sizes.repeats):
             for fault in FAULTS:
                 for system in SYSTEMS:
+                    if (system, fault) == NOT_ASKED:
+                        continue
                     folder = Path(scratch) / f"{system}-{fault}-{repeat}".replace(" ", "-")
                     outcome = _suffer(system, fault, folder, sizes, quiet[system])
                     print(f"{system}, {fault}: {outcome}", file=sys.stderr, flush=True)
@@ -150,12 +279,15 @@ def measure(sizes: Sizes) -> dict[str, Any]:
                     )
                     shutil.rmtree(folder)
     return {
+        "peers": {name: importlib.metadata.version(name) for name in INSTALLED},
         "samples": samples,
         "summary": {name: {fault: _summary(runs) for fault, runs in kinds.items()} for name, kinds in samples.items()},
     }
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    if not runs:
+        return {"runs": 0, "survived": 0, "median_s": None, "orphans": 0}
     times = [run["seconds"] for run in runs if run["seconds"] is not None and run["survived"]]
     return {
         "runs": len(runs),
@@ -180,17 +312,31 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _command(system: str, ranks: int, *, again: bool) -> list[str]:
+    python = sys.executable
     if system == "torchrun":
-        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3")
-        return [sys.executable, "-m", "torch.distributed.run", *options, "script.py"]
-    options = ("--no-predict", "--nproc", str(ranks), "--max-restarts", "3", "--checkpoint-every", "5")
-    place = "--resume" if again else "--folder"
-    return [sys.executable, "-m", "tutti.cli.main", "run", *options, place, "run", "script.py"]
+        words = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts 3 script.py"
+    elif system == "torchft":
+        words = f"launcher.py {ranks}"
+    elif system == "horovod":
+        hosts = "--host-discovery-script ./hosts.sh --blacklist-cooldown-range 1 2 --reset-limit 3"
+        count = f"-np {ranks} --min-np {ranks} --max-np {ranks}"
+        words = (
+            f"{Path(python).with_name('horovodrun')} {count} {hosts} --gloo --network-interfaces lo {python} script.py"
+        )
+    else:
+        options = f"--no-predict --nproc {ranks} --max-restarts 3 --checkpoint-every 5"
+        words = f"-m tutti.cli.main run {options} {'--resume' if again else '--folder'} run script.py"
+    return [python, *words.split()]
 
 
 def _suffer(system: str, fault: Fault, folder: Path, sizes: Sizes, quiet: Path) -> Outcome:
     folder.mkdir()
-    (folder / "script.py").write_text(TUTTI_SCRIPT if system == "tutti" else TORCH_SCRIPT)
+    (folder / "script.py").write_text(SCRIPTS[system])
+    (folder / "launcher.py").write_text(TORCHFT_LAUNCHER)
+    names = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod takes a host out when a rank fails on it
+    hosts = folder / "hosts.sh"
+    hosts.write_text("#!/bin/sh\n" + "".join(f"echo {name}:{-(-sizes.ranks // 2)}\n" for name in names))
+    hosts.chmod(0o755)
     launcher = _launch(system, folder, sizes.ranks, again=False)
     orphans, struck_s, reached = 0, 0.0, 0
     deadline = time.monotonic() + sizes.timeout_s
@@ -212,14 +358,20 @@ def _suffer(system: str, fault: Fault, folder: Path, sizes: Sizes, quiet: Path) 
     for rank in range(sizes.ranks):
         with contextlib.suppress(OSError, ValueError):
             os.kill(_pid(folder, rank), signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(launcher.pid, signal.SIGKILL)
     return Outcome(seconds=seconds, survived=survived, orphans=orphans, said=said)
 
 
 def _launch(system: str, folder: Path, ranks: int, *, again: bool) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if system == "torchrun":  # without it, Gloo cannot restart; torchft needs what it takes away
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "output").open("a") as output:
         command = _command(system, ranks, again=again)
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def _steps(folder: Path, rank: int) -> list[tuple[int, float]]:
