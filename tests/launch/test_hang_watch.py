@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from tutti.config.run_folder import RunFolder
 from tutti.errors import ReportError
 from tutti.event_record import FILE_NAME, EventRecorder, RecordState, read_state
 from tutti.launch.failure import hang, sentence
-from tutti.launch.hang_verdict import frames_of_dump, judge
+from tutti.launch.hang_verdict import does, judge
 from tutti.launch.hang_watch import LEAST_S, STEPS, HangWatch, is_idle, limit
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.rank_views import ObservedRank, ProcessState, view_ranks
+from tutti.process_stacks import frames_of_dump, places_of_dump
 
 
 @pytest.fixture
@@ -139,6 +141,38 @@ def test_the_main_thread_of_a_dump_is_shown(kind: str) -> None:
     assert stack == (f"{matmul.file}:12 in matmul", "/scripts/train.py:40 in forward")
 
 
+HOLDERS = {
+    "faulthandler": f"""\
+Thread 0x00007f1 (most recent call first):
+  File "{threading.__file__}", line 320 in wait
+  File "/scripts/loading.py", line 3 in read
+
+Thread 0x00007f3 (most recent call first):
+  File "/scripts/loading.py", line 9 in decode
+
+Current thread 0x00007f2 (most recent call first):
+  File "/scripts/train.py", line 40 in <module>
+""",
+    "py-spy": """\
+Thread 12 (idle): "MainThread"
+    <module> (/scripts/train.py:40)
+Thread 14 (active+gil): "decoder"
+    decode (/scripts/loading.py:9)
+    run (threading.py:982)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_thread_of_the_script_may_hold_the_lock(kind: str, recorders: list[EventRecorder], tmp_path: Path) -> None:
+    assert [frame.line for frame in places_of_dump(HOLDERS[kind])] == ([9] if kind == "py-spy" else [40, 9])
+    process = ProcessState(pid=os.getpid(), letter="S", place="futex_wait_queue")
+    view = replace(looked_at(tmp_path)[0], process=process, native=HOLDERS[kind])
+    assert "holds the interpreter's lock in native code: /scripts/loading.py:9 in decode" in does(view, 0.0)
+    asleep = replace(view, process=replace(process, place="hrtimer_nanosleep"))
+    assert ("/scripts/train.py:40 in <module> or " in does(asleep, 0.0)) == (kind == "faulthandler")
+
+
 def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders: list[EventRecorder]) -> None:
     import torch
 
@@ -146,6 +180,15 @@ def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders
     recorders[0].wait_begins("statistics over replicate")
     verdict = judge(looked_at(tmp_path)[:1], time.time())
     assert "shared-memory exchange 1 of float32 [8], statistics over replicate" in verdict.message
+
+
+def test_a_rank_that_has_not_come_to_the_rendezvous_is_missing(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    for recorder in recorders[:2]:
+        recorder.begin("operation", "the rendezvous")
+    verdict = judge(looked_at(tmp_path), time.time())
+    assert (verdict.kind, verdict.waiting, verdict.missing) == ("missing", (0, 1), (2,))
+    assert verdict.message.startswith("ranks 0 and 1 wait for 0 s in the rendezvous; rank 2 has not come: it ")
+    assert "nothing" not in verdict.message
 
 
 def test_a_wait_whose_error_was_caught_is_over(tmp_path: Path, recorders: list[EventRecorder]) -> None:

@@ -171,6 +171,8 @@ def _explanation(first: "list[ObservedRank]", views: "list[ObservedRank]", verdi
 def _status(
     first: "list[ObservedRank]", views: "list[ObservedRank]", verdict: "HangVerdict", step: int
 ) -> tuple[Literal["hangs", "goes on", "ended"], str]:
+    from tutti.launch.hang_verdict import wait_of
+
     if not any(view.lives for view in views):
         last = f"; when it ended, {verdict.message}" if verdict.message else ""
         return "ended", f"the run has ended after step {step}{last}"
@@ -178,7 +180,7 @@ def _status(
     before = [view.record.state.newest for view in first if view.record is not None]
     moved = before != [state.newest for state in states]
     slowest_s = max((state.slowest_s for state in states), default=0.0)
-    since = [state.waits_since_s for state in states if state.waits_since_s is not None]
+    since = [wait.since_s for view in views if (wait := wait_of(view)) is not None]
     pending = [
         event.begun_s
         for view in views
@@ -196,7 +198,7 @@ def _status(
 
 
 def _stack(view: "ObservedRank") -> tuple[str, ...]:
-    from tutti.launch.hang_verdict import frames_of_dump, short
+    from tutti.process_stacks import frames_of_dump, short_path
     from tutti.stack_watch import is_of_script
 
     frames = frames_of_dump(view.native)
@@ -204,4 +206,4 @@ def _stack(view: "ObservedRank") -> tuple[str, ...]:
         frames = [*view.stack.threads[0].frames] if view.stack.threads else []
     scripts = [place for place, frame in enumerate(frames, 1) if frame.file[:1] == "/" and is_of_script(frame.file)]
     frames = frames[: max(scripts, default=len(frames))]  # those before the script are the launcher's
-    return tuple(f"{short(frame.file)}:{frame.line} in {frame.function}" for frame in frames)
+    return tuple(f"{short_path(frame.file)}:{frame.line} in {frame.function}" for frame in frames)

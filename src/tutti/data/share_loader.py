@@ -24,6 +24,8 @@ from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
 from tutti.data.samples import Collate, CollatedBatch, DataSource, EpochKeys, SampleKey, SeededSamples
 from tutti.data.seeds import derive_seed, generator_states, preserved_generators, seed_everything
 from tutti.errors import DataError, TrainingError
+from tutti.process_stacks import describe_place, frames_of_worker, is_stopped
+from tutti.stack_watch import watched_folder
 
 
 class ShareLoader:
@@ -302,16 +304,22 @@ class _WorkerWait:
             if got:
                 return True, data
             if left_s <= 0:
-                raise TrainingError(self._waited_for(batches))
+                number = batches._task_info.get(batches._rcvd_idx, (0,))[0]
+                sentence = self._waited_for(number, batches._workers[number])
+                batches._workers[number].kill()  # Python waits for a worker at its end, for ever if that is stopped
+                raise TrainingError(sentence)
 
-    def _waited_for(self, batches: Any) -> str:
-        number = batches._task_info.get(batches._rcvd_idx, (0,))[0]
-        worker = batches._workers[number]
-        state = "it is alive" if worker.is_alive() else "it has ended"
-        return (
-            f"worker {number} of the data loader (pid {worker.pid}) gave no batch for {self._timeout_s:g} s; {state}: "
-            "see what it waits for (py-spy dump --pid), correct the data set, or raise --timeout"
-        )
+    def _waited_for(self, number: int, worker: Any) -> str:
+        begun = f"worker {number} of the data loader (pid {worker.pid}) gave no batch for {self._timeout_s:g} s"
+        if not worker.is_alive():
+            return f"{begun}; it has ended: see its output"
+        if is_stopped(worker.pid):
+            return f"{begun}; it is stopped by a signal (SIGSTOP): let it go on with `kill -CONT {worker.pid}`"
+        folder = watched_folder()
+        frames = frames_of_worker(folder, worker.pid) if folder is not None else []
+        if not frames:
+            return f"{begun}; it is alive: see what it waits for (py-spy dump --pid {worker.pid}), or raise --timeout"
+        return f"{begun}; it is{describe_place(frames)}: correct what it waits for there, or raise --timeout"
 
 
 def _end_of(number: int, worker: Any) -> str | None:

@@ -231,7 +231,15 @@ def explain_timeout(spec: LaunchSpec, errors: Mapping[int, RankError]) -> HangVe
     folder = RunFolder(spec.folder)
     ranks = [rank for rank in ranks_in(folder) if rank < spec.world_size]  # of other nodes, too, in a shared folder
     verdict = judge(view_ranks(folder, ranks), time.time())
+    if verdict.kind != "missing" and any(map(is_of_rendezvous, errors.values())):  # a node never came
+        return None
     return verdict if verdict.kind != "none" else None
+
+
+def is_of_rendezvous(error: RankError | Failure) -> bool:
+    """Return whether a rank has failed because others did not come to the rendezvous."""
+    words = ("did not come to the rendezvous within", "could not meet rank 0 within")
+    return error.error == "LaunchError" and any(each in error.message for each in words)
 
 
 def with_mismatch(spec: LaunchSpec, failure: Failure) -> Failure:
@@ -253,6 +261,8 @@ def _waited(error: RankError) -> bool:
     """Return whether a rank has failed because it waited too long for another."""
     if error.error == "RankMismatchError":
         return "which did not come after" in error.message
+    if is_of_rendezvous(error):
+        return True
     return error.kind == "peer" and any(words in error.message.lower() for words in ("timed out", "timeout"))
 
 

@@ -35,6 +35,7 @@ from tutti.launch import process_tree
 from tutti.launch.launch_environment import become, started_rank
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.survival import Survivor, start_watch
+from tutti.process_stacks import is_stopped
 from tutti.stack_watch import watch_stacks
 
 TERMINATED = 128 + signal.SIGTERM
@@ -271,6 +272,9 @@ def _ignore_children() -> None:
 def _finish(code: int) -> int:
     """Run exit functions and flush the output: an interpreter does so at its end, a forked process does not."""
     _ignore_children()
+    for child in multiprocessing.active_children():  # Python waits for them, for ever if one is stopped
+        if child.daemon and child.pid is not None and is_stopped(child.pid):
+            child.kill()
     # A launcher may pass on a SIGTERM that a scheduler sent to this process too: it has stopped already.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if code == RESUMABLE else signal.SIG_DFL)
     atexit._run_exitfuncs()

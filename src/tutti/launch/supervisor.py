@@ -24,6 +24,7 @@ from tutti.launch.failure import (
     exit_error,
     explain_timeout,
     hang,
+    is_of_rendezvous,
     primary,
     read_errors,
     with_mismatch,
@@ -455,5 +456,6 @@ class _Generation:
             return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)  # the others only lost a rank
         cause = with_mismatch(spec, primary(spec, errors, exits))
         if verdict is not None and _only_waited(errors.values()):
-            cause = replace(cause, verdict=verdict.message) if cause.kind == "user" else hang(verdict)
+            named = cause.kind == "user" and not is_of_rendezvous(cause)
+            cause = replace(cause, verdict=verdict.message) if named else hang(verdict)
         return Outcome(status="failed", exit_code=cause.exit_code or 1, failure=cause, waiting=waiting)
