@@ -25,7 +25,7 @@ _MOST_DUMP = 1 << 16
 _MOST_LINE = 80
 
 _CALLS = (
-    re.compile(r"File \"(?P<file>[^\"]+)\", line (?P<line>\d+) in (?P<function>.+)"),  # of faulthandler
+    re.compile(r"File \"(?P<file>[^\"]+)\", line (?P<line>\d+),? in (?P<function>.+)"),  # of faulthandler, a traceback
     re.compile(r"(?P<function>[^()]+) \((?P<file>[^()]+):(?P<line>\d+)\)"),  # of py-spy
 )
 
@@ -72,6 +72,12 @@ def is_stopped(pid: int) -> bool:
 def frames_of_dump(dump: str) -> list[StackFrame]:
     """Return the calls of the main thread in what faulthandler or py-spy has written, from the innermost."""
     return _threads(dump)[0]
+
+
+def frames_of_traceback(trace: str) -> list[StackFrame]:
+    """Return the calls in the text of a traceback, from the innermost of the script's."""
+    frames = _calls(trace)[::-1]
+    return frames[next((number for number, frame in enumerate(frames) if _is_of_script(frame)), len(frames)) :]
 
 
 def places_of_dump(dump: str) -> list[StackFrame]:

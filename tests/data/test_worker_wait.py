@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tutti import stack_watch
 from tutti.data.share_loader import worker_batches
@@ -40,7 +41,8 @@ class Fails(Dataset[int]):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.how == "raise":
                 raise RuntimeError("a bad sample")
-            os.kill(os.getpid(), signal.Signals[self.how])
+            if self.how in signal.Signals.__members__:
+                os.kill(os.getpid(), signal.Signals[self.how])
         return index
 
 
@@ -69,6 +71,16 @@ def test_a_worker_that_hangs_is_named(options: dict[str, Any]) -> None:
     limit = math.inf if "timeout" in options else 1.0
     with pytest.raises(TrainingError, match=r"worker 1 .* gave no batch for 1 s; it is alive: see what it waits for"):
         read("hang", limit, **options)
+
+
+def test_a_worker_that_ends_as_it_hands_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(batches: Any, timeout_s: float) -> Any:
+        os.kill(batches._workers[0].pid, signal.SIGKILL)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", reset)
+    with pytest.raises(TrainingError, match=r"worker 0 of the data loader \(pid \d+\) was killed by SIGKILL"):
+        read("none")
 
 
 @pytest.fixture

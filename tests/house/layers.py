@@ -33,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cost_model": frozenset({"errors", "config"}),
     "planner": frozenset({"errors", "config", "cost_model"}),
     "comm": frozenset({"errors", "machine", "host_topology", "network_interfaces", "environment", "config"})
-    | {"event_record", "surviving_rank", "job_secret"},
+    | {"event_record", "stack_watch", "surviving_rank", "job_secret"},
     "compression": frozenset({"errors", "config", "comm"}),
     "profile": frozenset({"errors", "machine", "direct_io", "float32_precision", "config", "compression", "comm"}),
     "validation": frozenset({"errors", "config", "cost_model", "profile"}),

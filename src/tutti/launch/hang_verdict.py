@@ -16,6 +16,9 @@ with different tensors. stuck: all are in the same one. none: nobody waits."""
 
 _MOST_PLACES = 300
 
+_STATISTICS = "statistics over "
+"""How the name of the data begins that batch norms exchange while they train."""
+
 _RENDEZVOUS = "the rendezvous"
 """The operation in which ranks meet. A rank waits in it as a whole, as there are no collectives yet."""
 
@@ -99,8 +102,25 @@ def judge(views: Sequence[ObservedRank], now_s: float) -> HangVerdict:
             ranks=lines,
             hosts=hosts,
         )
-    words = _stuck_words(waits, members, now_s)
+    words = _stuck_words(waits, members, now_s, caught_error(views))
     return HangVerdict(kind="stuck", message=words, waiting=tuple(waits), ranks=lines, hosts=hosts)
+
+
+def mismatch_of(views: Sequence[ObservedRank], rank: int) -> str:
+    """Return the sentence for a collective of a rank in which others take part differently; empty if there is none.
+
+    Args:
+        views: of all ranks that can be seen.
+        rank: one that native code has ended in a collective, which it may have started only.
+    """
+    members = {view.rank: view for view in views}
+    numbers = {view.record.state.pid: view.rank for view in views if view.record is not None}
+    pending = [e for e in _events(members[rank]) if e.kind == "collective" and (e.ended_s is None or e.failed)]
+    for event in reversed(pending):
+        wait = Wait(rank=rank, event=event, about="", since_s=event.begun_s, operation="", line=event.line, module="")
+        if found := _mismatch({rank: wait}, members, numbers):
+            return found
+    return ""
 
 
 def wait_of(view: ObservedRank) -> Wait | None:
@@ -163,7 +183,15 @@ def _mismatch(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], nu
             if other == wait.rank or theirs is None:
                 continue
             (one, first), (two, second) = sorted([(wait.rank, event), (other, theirs)])
-            places = [_at(waits[rank]) if rank in waits else "" for rank in (one, two)]
+            places = [
+                f" at {_line(each.line)}" if each.of_script else _at(waits[rank]) if rank in waits else ""
+                for rank, each in ((one, first), (two, second))
+            ]
+            if first.of_script != second.of_script:  # tutti has begun the other
+                return (
+                    f"ranks {one} and {two} meet in different collectives: rank {one} in {_tensor(first)}{places[0]}, "
+                    f"rank {two} in {_tensor(second)}{places[1]}; {_CALL}"
+                )
             if difference := _difference(first, second):
                 return (
                     f"ranks {one} and {two} take part in collective {event.sequence} of {_group(event.group, numbers)} "
@@ -183,6 +211,8 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
     """Return in what two ranks' parts of one collective differ; empty if they fit."""
     if one.name != two.name:
         return "operations"
+    if one.of_script and one.about != two.about:
+        return "ends"
     if one.name not in _WHOLE:
         return ""
     if one.dtype != two.dtype:
@@ -194,6 +224,8 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
 def _remedy_of(difference: str) -> str:
     if difference == "operations":
         return _CALL
+    if difference == "ends":
+        return "name the same src or dst on every rank"
     return f"give tensors of the same shape and dtype on every rank ({difference} that depend on the data need padding)"
 
 
@@ -209,9 +241,18 @@ def _different(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], n
             if _takes_part(one, second.event) and _takes_part(two, first.event):
                 return (
                     f"rank {one} waits in {_words(first)} while rank {two} waits in {_words(second)}, for "
-                    f"{now_s - max(first.since_s, second.since_s):.0f} s; {_CALL}"
+                    f"{now_s - max(first.since_s, second.since_s):.0f} s; {_CALL}{_mode_hint(first, second)}"
                 )
     return ""
+
+
+def _mode_hint(first: Wait, second: Wait) -> str:
+    """Return a clause on batch norms that exchange statistics on one rank only, in the same step; empty otherwise."""
+    exchanging = [wait.about.startswith(_STATISTICS) for wait in (first, second)]
+    if first.operation != second.operation or exchanging[0] == exchanging[1]:
+        return ""
+    other = second.rank if exchanging[0] else first.rank
+    return f"; batch norms of rank {other} exchange no statistics: look whether its model is in evaluation mode"
 
 
 def _takes_part(rank: int, event: RankEvent) -> bool:
@@ -263,14 +304,32 @@ def _missing_words(
     )
 
 
-def _stuck_words(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], now_s: float) -> str:
+def caught_error(views: Sequence[ObservedRank]) -> str:
+    """Return the sentence for a collective of the script whose error the script has caught; empty if there is none."""
+    for view in views:
+        failed = [e for e in _events(view) if e.kind == "collective" and e.of_script and e.failed]
+        newest = view.record.state.newest if view.record is not None else 0
+        if failed and failed[-1].number < newest:
+            return (
+                f"rank {view.rank}'s {_collective(failed[-1])} at {_line(failed[-1].line)} had failed before, and the "
+                "script went on: it must not catch that error, because the connections of its group are closed then"
+            )
+    return ""
+
+
+def _stuck_words(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], now_s: float, caught: str) -> str:
     first = next(iter(waits.values()))
     hosts = {view.record.state.host for view in members.values() if view.record is not None}
     between = f" between hosts {', '.join(sorted(hosts))}" if len(hosts) > 1 else ""
+    remedy = f"look at the network{between}: links, firewall, and `tutti doctor`"
+    if len(hosts) == 1:
+        remedy = "look in the ranks' stderr.log for an earlier collective that has failed, or had other arguments"
     verb = "waits" if len(waits) == 1 else "wait"
+    if caught:
+        return f"{_ranks(sorted(waits))} {verb} for {now_s - first.since_s:.0f} s in {_words(first)}; {caught}"
     return (
         f"{_ranks(sorted(waits))} {verb} for {now_s - first.since_s:.0f} s in {_words(first)}, to which all have come, "
-        f"but no data arrives; look at the network{between}: links, firewall, and `tutti doctor`"
+        f"but no data arrives; {remedy}"
     )
 
 
@@ -279,8 +338,10 @@ def does(view: ObservedRank, now_s: float) -> str:
     process, stack = view.process, view.stack
     if view.record is None:
         return "has no flight record, so it has not begun" if not view.damage else f"cannot be seen ({view.damage})"
-    last = _last(view)
+    last = last_operation(view)
     after = f", after {last}" if last else ""
+    if process is None and not view.elsewhere and view.failed:
+        return f"waited too long{describe_place(view.failed)}{after}"
     if process is None and not view.elsewhere:
         return f"has ended{'' if _ended_in_order(view) else ' without a word'}{after}"
     if process is not None and process.letter in "Tt":
@@ -306,7 +367,7 @@ def does(view: ObservedRank, now_s: float) -> str:
 def remedy(view: ObservedRank) -> str:
     """Say what helps against what a rank does that others wait for."""
     process = view.process
-    if view.record is not None and process is None and not view.elsewhere:
+    if view.record is not None and process is None and not (view.elsewhere or view.failed):
         return "every rank must take the same number of steps: end the loop by job.should_stop(condition)"
     if process is not None and process.letter in "Tt":
         there = f" on host {view.record.state.host}" if view.elsewhere and view.record is not None else ""
@@ -357,7 +418,7 @@ def describe(view: ObservedRank, wait: Wait | None, now_s: float) -> str:
         ago = f", {now_s - (newest.ended_s or newest.begun_s):.0f} s ago" if newest is not None else ""
         waited = f"; it waited in {_words(wait)}" if wait is not None else ""
         how = "ended" if view.record.state.ended else "ended without a word"
-        if not (last := _last(view)):
+        if not (last := last_operation(view)):
             return f"{how} before its first operation{waited}"
         return f"{how} after step {view.record.state.step}; the last was {last}{ago}{waited}"
     if wait is not None:
@@ -365,7 +426,7 @@ def describe(view: ObservedRank, wait: Wait | None, now_s: float) -> str:
     return does(view, now_s)
 
 
-def _last(view: ObservedRank) -> str:
+def last_operation(view: ObservedRank) -> str:
     """Name the last operation that a rank has ended, with where it was; an empty text if there is none."""
     ended = [event for event in _events(view) if event.kind == "operation" and event.ended_s is not None]
     if not ended:
@@ -410,7 +471,8 @@ def _line(line: str) -> str:
 
 def _tensor(event: RankEvent) -> str:
     named = f"{event.name.replace('_', '-')} of " if event.name else ""
-    return f"{named}{event.dtype or 'no tensor'} {list(event.shape)}" if event.dtype else f"{named}no tensor"
+    root = f" {event.about}" if event.of_script and event.name and event.about else ""
+    return f"{named}{event.dtype or 'no tensor'} {list(event.shape)}{root}" if event.dtype else f"{named}no tensor"
 
 
 def _group(group: str, numbers: Mapping[int, int]) -> str:

@@ -73,6 +73,7 @@ class ObservedRank:
         elsewhere: whether it ran on another host.
         stack: what it answered; None if it did not.
         native: the stack that a rank without an answer has written at a signal, or that py-spy has seen.
+        failed: the calls, from the innermost of the script's, in which a rank that has ended had waited too long.
         worker: the worker that a rank waits for which wants the next batch of its loader; None if there is none.
     """
 
@@ -83,6 +84,7 @@ class ObservedRank:
     elsewhere: bool = False
     stack: StackAnswer | None = None
     native: str = ""
+    failed: tuple[StackFrame, ...] = ()
     worker: LoaderWorker | None = None
 
     @property
