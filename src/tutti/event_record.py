@@ -68,7 +68,7 @@ _NEAR = 64
 _MOST_FIXED = 4096
 """How many different events are remembered as bytes, ready to be copied."""
 
-_BLOCKING, _FAILED, _IN_THREAD = 1, 2, 4
+_BLOCKING, _FAILED, _IN_THREAD, _OF_SCRIPT = 1, 2, 4, 8
 
 SHORTEST_WAIT_NS = 20_000
 """Shorter waits of the main thread for a communication that it had started are not recorded."""
@@ -103,6 +103,7 @@ class RankEvent:
         blocking: whether the rank waits while it lasts.
         failed: whether it ended by an exception.
         in_thread: whether another thread than the main one has begun it.
+        of_script: whether the script has called it by torch.distributed; then its line is always known.
     """
 
     number: int
@@ -121,6 +122,7 @@ class RankEvent:
     blocking: bool = False
     failed: bool = False
     in_thread: bool = False
+    of_script: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +465,13 @@ def begin_unseen(recorder: EventRecorder, seen: RankEvent) -> int:
     return recorder._write(fixed, int(1e9 * (seen.begun_s - time.time())) + time.monotonic_ns())
 
 
+def place_in_script(recorder: EventRecorder, number: int, line: str, about: str = "") -> None:
+    """Write that the script itself has begun an event, where, as "file:line", and what else to say of it."""
+    at = _HEADER_NBYTES + (number - 1) % recorder._capacity * _EVENT.size
+    recorder._map[at + _FLAGS_AT] |= _OF_SCRIPT
+    _U16X2.pack_into(recorder._map, at + _ABOUT_AT, recorder.text(about), recorder.text(line))
+
+
 @dataclass(slots=True)
 class _Active:
     """The record of this process.
@@ -663,6 +672,7 @@ def _event(path: Path, fields: tuple[int, ...], offset: int, texts: list[str]) -
         blocking=bool(flags & _BLOCKING),
         failed=bool(flags & _FAILED),
         in_thread=bool(flags & _IN_THREAD),
+        of_script=bool(flags & _OF_SCRIPT),
     )
 
 

@@ -80,6 +80,11 @@ def watch_stacks(folder: Path) -> None:
         _WATCH.thread.start()
 
 
+def watched_folder() -> Path | None:
+    """Return the folder of this process' rank, in which it answers; None if it is no rank of a launch."""
+    return _WATCH.folder
+
+
 @dataclass(slots=True)
 class _Watch:
     """The thread of this process, the folder in which it answers, and the file that the signal writes into."""

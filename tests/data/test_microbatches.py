@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Dataset, WeightedRandomSampler
 
 import tutti
 from harness import run_ranks
@@ -249,6 +249,25 @@ class Own:
 def share_loader(sampler: Any) -> ShareLoader:
     source = read_source(list(range(SAMPLES)), shuffle=None, tokens=None, arguments={"sampler": sampler})
     return ShareLoader(source, Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": 1}), 0, 0)
+
+
+class Stops(Dataset[int]):
+    """Raises what only an iterable data set may raise."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        if index == BATCH:
+            raise StopIteration
+        return index
+
+
+def test_an_epoch_does_not_end_early_by_what_a_sample_raises() -> None:
+    source = read_source(Stops(), shuffle=False, tokens=None, arguments={})
+    loader = ShareLoader(source, Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": 1}), 0, 0)
+    with pytest.raises(DataError, match="the data ended before batch 2 of epoch 1, which has more: the data set"):
+        list(loader)
 
 
 def orders(loader: ShareLoader, epochs: int) -> list[list[int]]:

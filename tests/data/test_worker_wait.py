@@ -1,9 +1,12 @@
 """Waiting for a loader's workers has a limit, and a worker that has ended is named with how it ended."""
 
+import faulthandler
 import math
 import os
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tutti import stack_watch
 from tutti.data.share_loader import worker_batches
 from tutti.errors import TrainingError
 from tutti.trainer.guard import sample_values
@@ -32,9 +37,12 @@ class Fails(Dataset[int]):
                 os._exit(3)
             if self.how == "hang":
                 time.sleep(100)
+            if self.how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.how == "raise":
                 raise RuntimeError("a bad sample")
-            os.kill(os.getpid(), signal.Signals[self.how])
+            if self.how in signal.Signals.__members__:
+                os.kill(os.getpid(), signal.Signals[self.how])
         return index
 
 
@@ -63,6 +71,39 @@ def test_a_worker_that_hangs_is_named(options: dict[str, Any]) -> None:
     limit = math.inf if "timeout" in options else 1.0
     with pytest.raises(TrainingError, match=r"worker 1 .* gave no batch for 1 s; it is alive: see what it waits for"):
         read("hang", limit, **options)
+
+
+def test_a_worker_that_ends_as_it_hands_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(batches: Any, timeout_s: float) -> Any:
+        os.kill(batches._workers[0].pid, signal.SIGKILL)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", reset)
+    with pytest.raises(TrainingError, match=r"worker 0 of the data loader \(pid \d+\) was killed by SIGKILL"):
+        read("none")
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[None]:
+    """This process as a rank of a launch, which its workers are forked from."""
+    stack_watch.watch_stacks(tmp_path)
+    yield
+    stack_watch._WATCH.folder = None
+    assert stack_watch.SIGNAL is not None
+    faulthandler.unregister(stack_watch.SIGNAL)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("hang", r"for 1 s; it is at .*test_worker_wait\.py:\d+ in __getitem__ \(`time\.sleep\(100\)`\): correct what"),
+        ("stop", r"for 1 s; it is stopped by a signal \(SIGSTOP\): let it go on with `kill -CONT \d+`"),
+    ],
+)
+@pytest.mark.usefixtures("watched")
+def test_a_worker_of_a_rank_is_named_with_its_line(how: str, sentence: str) -> None:
+    with pytest.raises(TrainingError, match=r"worker 1 of the data loader \(pid \d+\) gave no batch " + sentence):
+        read(how, 1.0)
 
 
 def test_the_check_of_samples_does_not_let_torch_raise_for_workers_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

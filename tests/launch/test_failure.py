@@ -2,9 +2,12 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch._utils import ExceptionWrapper
 
+from tutti.data import samples
 from tutti.errors import CheckpointError, DataError
 from tutti.launch.failure import killed, primary, sentence
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
@@ -102,6 +105,32 @@ def test_an_error_that_follows_a_lost_peer_is_no_cause() -> None:
 def test_kind_and_exit_code_follow_the_error(raised: Exception, kind: str, code: int) -> None:
     failure = failure_of(3, raised)
     assert (failure.rank, failure.kind, failure.exit_code) == (3, kind, code)
+
+
+def test_an_error_of_a_loaders_worker_shows_the_scripts_lines_only() -> None:
+    def read_again() -> None:
+        worker = f"""Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/venv/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+  File "{samples.__file__}", line 92, in _seeded
+    return self.dataset[index]
+  File "/home/train.py", line 20, in __getitem__
+    raise OSError("no such row")
+OSError: no such row
+"""
+        raised = SimpleNamespace(exc_type=OSError, exc_msg=worker, where="in DataLoader worker process 0")
+        ExceptionWrapper.reraise(raised)  # type: ignore[arg-type]
+
+    with pytest.raises(OSError, match="no such row") as caught:
+        read_again()
+    shown = failure_of(0, caught.value).traceback
+    assert (
+        'File "/home/train.py", line 20, in __getitem__\n    raise OSError("no such row")\nOSError: no such row'
+        in shown
+    )
+    assert "in read_again" in shown
+    assert not any(each in shown for each in ("_seeded", "self.dataset", "_worker_loop", "in reraise"))
 
 
 def test_a_script_may_lose_a_connection_of_its_own() -> None:

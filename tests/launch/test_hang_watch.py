@@ -2,22 +2,26 @@
 
 import json
 import os
+import re
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tutti.commands.why import _stack, explained, write_trace
 from tutti.config.run_folder import RunFolder
 from tutti.errors import ReportError
-from tutti.event_record import FILE_NAME, EventRecorder, RecordState, read_state
+from tutti.event_record import FILE_NAME, EventRecorder, RecordState, place_in_script, read_state
 from tutti.launch.failure import hang, sentence
-from tutti.launch.hang_verdict import frames_of_dump, judge
+from tutti.launch.hang_verdict import caught_error, does, judge, mismatch_of
 from tutti.launch.hang_watch import LEAST_S, STEPS, HangWatch, is_idle, limit
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.rank_views import ObservedRank, ProcessState, view_ranks
+from tutti.process_stacks import frames_of_dump, frames_of_traceback, places_of_dump
 
 
 @pytest.fixture
@@ -139,6 +143,108 @@ def test_the_main_thread_of_a_dump_is_shown(kind: str) -> None:
     assert stack == (f"{matmul.file}:12 in matmul", "/scripts/train.py:40 in forward")
 
 
+HOLDERS = {
+    "faulthandler": f"""\
+Thread 0x00007f1 (most recent call first):
+  File "{threading.__file__}", line 320 in wait
+  File "/scripts/loading.py", line 3 in read
+
+Thread 0x00007f3 (most recent call first):
+  File "/scripts/loading.py", line 9 in decode
+
+Current thread 0x00007f2 (most recent call first):
+  File "/scripts/train.py", line 40 in <module>
+""",
+    "py-spy": """\
+Thread 12 (idle): "MainThread"
+    <module> (/scripts/train.py:40)
+Thread 14 (active+gil): "decoder"
+    decode (/scripts/loading.py:9)
+    run (threading.py:982)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_thread_of_the_script_may_hold_the_lock(kind: str, recorders: list[EventRecorder], tmp_path: Path) -> None:
+    assert [frame.line for frame in places_of_dump(HOLDERS[kind])] == ([9] if kind == "py-spy" else [40, 9])
+    process = ProcessState(pid=os.getpid(), letter="S", place="futex_wait_queue")
+    view = replace(looked_at(tmp_path)[0], process=process, native=HOLDERS[kind])
+    assert "holds the interpreter's lock in native code: /scripts/loading.py:9 in decode" in does(view, 0.0)
+    asleep = replace(view, process=replace(process, place="hrtimer_nanosleep"))
+    assert ("/scripts/train.py:40 in <module> or " in does(asleep, 0.0)) == (kind == "faulthandler")
+
+
+def begin(recorder: EventRecorder, name: str, at: str = "", about: str = "", dtype: Any = None) -> int:
+    """Begin a collective of all ranks; of the script's own, if it has a line."""
+    import torch
+
+    tensor = None if dtype is None else torch.ones(2, dtype=dtype)
+    number = recorder.begin_collective(name, (0, "0,1,2#0"), tensor, blocking=True)
+    if at:
+        place_in_script(recorder, number, at, about)
+    return number
+
+
+def test_a_collective_of_the_script_that_meets_another_is_named_by_its_line(
+    tmp_path: Path, recorders: list[EventRecorder]
+) -> None:
+    import torch
+
+    begin(recorders[0], "all_reduce", dtype=torch.float64)
+    begin(recorders[1], "all_reduce", "train.py:9", dtype=torch.float32)
+    said = judge(looked_at(tmp_path), time.time()).message
+    assert said.startswith(
+        "ranks 0 and 1 meet in different collectives: rank 0 in all-reduce of float64 [2], rank 1 in all-reduce of "
+        "float32 [2] at train.py:9; call the same collectives"
+    )
+    recorders[0].end(1)  # it has started it only, and waits elsewhere when native code ends rank 1
+    assert mismatch_of(looked_at(tmp_path), 1) == said
+
+
+def test_different_ends_of_a_broadcast_are_side_by_side(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    import torch
+
+    for rank in range(3):
+        begin(recorders[rank], "broadcast", "train.py:9", f"from rank {min(rank, 1)}", dtype=torch.float32)
+    said = judge(looked_at(tmp_path), time.time()).message
+    assert (
+        "different ends: rank 0 with broadcast of float32 [2] from rank 0 at train.py:9, rank 1 with broadcast" in said
+    )
+    assert said.endswith("float32 [2] from rank 1 at train.py:9; name the same src or dst on every rank")
+
+
+def test_an_error_that_the_script_has_caught_is_named(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    recorders[0].end(begin(recorders[0], "barrier", "train.py:7"), failed=True)
+    assert caught_error(looked_at(tmp_path)) == "", "the script may end by it"
+    for recorder in recorders:
+        recorder.begin("operation", "job.step", (0, 1))
+        recorder.wait_begins("gradients")
+    said = judge(looked_at(tmp_path), time.time()).message
+    assert "rank 0's barrier 1 of ranks 0, 1, 2 at train.py:7 had failed before, and the script went on" in said
+    assert "network" not in said
+
+
+def test_a_model_in_evaluation_mode_on_one_rank_is_a_hint(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    import torch
+
+    for recorder, about in zip(recorders, ("statistics over replicate", "gradients over replicate"), strict=False):
+        recorder.begin("operation", "job.step", (0, 1))
+        recorder.begin_flat(about, f"pid {os.getpid()}#{about}", torch.float32, 8)
+        recorder.wait_begins(about)
+    said = judge(looked_at(tmp_path)[:2], time.time()).message
+    assert "batch norms of rank 1 exchange no statistics: look whether its model is in evaluation mode" in said
+
+
+def test_a_rank_that_waited_too_long_is_told_by_its_line(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    begin(recorders[0], "all_reduce")
+    trace = f'File "{__file__}", line 3, in wait\n    here\n  File "{threading.__file__}", line 1, in join\n'
+    gone = replace(looked_at(tmp_path)[1], process=None, failed=tuple(frames_of_traceback(trace)))
+    verdict = judge([looked_at(tmp_path)[0], gone], time.time())
+    assert re.search(r"rank 1 has not come: it waited too long at \S*test_hang_watch\.py:3 in wait ", verdict.message)
+    assert "same number of steps" not in verdict.message
+
+
 def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders: list[EventRecorder]) -> None:
     import torch
 
@@ -146,6 +252,15 @@ def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders
     recorders[0].wait_begins("statistics over replicate")
     verdict = judge(looked_at(tmp_path)[:1], time.time())
     assert "shared-memory exchange 1 of float32 [8], statistics over replicate" in verdict.message
+
+
+def test_a_rank_that_has_not_come_to_the_rendezvous_is_missing(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    for recorder in recorders[:2]:
+        recorder.begin("operation", "the rendezvous")
+    verdict = judge(looked_at(tmp_path), time.time())
+    assert (verdict.kind, verdict.waiting, verdict.missing) == ("missing", (0, 1), (2,))
+    assert verdict.message.startswith("ranks 0 and 1 wait for 0 s in the rendezvous; rank 2 has not come: it ")
+    assert "nothing" not in verdict.message
 
 
 def test_a_wait_whose_error_was_caught_is_over(tmp_path: Path, recorders: list[EventRecorder]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running, tutti_run, wait_until
 
+import tutti
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 
@@ -26,6 +27,11 @@ def test_an_exception_on_one_rank_is_shown_once_with_rank_and_host(tmp_path: Pat
     assert "runpy" not in done.err
     assert "rank_main" not in done.err
     assert [done.error(rank)["kind"] for rank in range(3)] == ["peer", "exception", "peer"]
+    afterwards = tutti.why(done.folder)
+    failed = f"rank 1 on host {socket.gethostname()} failed: ValueError: boom in user code"
+    assert (afterwards.status, afterwards.message) == ("ended", f"the run has ended after step 0: {failed}")
+    (done.folder / "failure.json").unlink()
+    assert "has not come" not in tutti.why(done.folder).message, "of ranks that are gone that is not known"
 
 
 def test_the_output_of_every_rank_is_kept_and_that_of_rank_0_shown(tmp_path: Path) -> None:
@@ -72,7 +78,9 @@ def test_a_rank_that_ends_while_others_wait_is_named(tmp_path: Path) -> None:
     done = tutti_run(tmp_path, "--nproc", "2", ACT, "leave", "1")
     assert done.code == 1
     assert "rank 1 on host" in done.err
-    assert "ended there while other ranks still waited" in done.err
+    assert "ended there after the rendezvous, while other ranks still waited for it at " in done.err
+    assert "act.py:" in done.err
+    assert "(`dist.all_reduce(torch.ones(1))`)" in done.err
 
 
 def test_a_message_of_all_ranks_is_said_once_without_traceback(tmp_path: Path) -> None:

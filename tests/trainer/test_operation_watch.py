@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tutti.errors import RankMismatchError
+from tutti.errors import RankMismatchError, ScriptError
 from tutti.trainer import operation_watch
 from tutti.trainer.operation_watch import OperationWatch
 
@@ -53,6 +54,19 @@ def _seconds(watch: OperationWatch) -> float:
 
 def test_a_rank_that_lives_is_waited_for(watches: tuple[OperationWatch, OperationWatch]) -> None:
     assert _seconds(watches[0]) >= WAIT_S
+
+
+def test_a_rank_that_has_answered_is_not(watches: tuple[OperationWatch, OperationWatch]) -> None:
+    answer = threading.Timer(0.3, watches[1]._publish, [operation_watch.thread_store()])
+    answer.start()
+    assert _seconds(watches[0]) < WAIT_S / 2
+    answer.join()
+
+
+def test_a_destroyed_process_group_is_named(watches: tuple[OperationWatch, OperationWatch]) -> None:
+    said = r"the process group was destroyed before job\.step, which needs it; leave out"
+    with pytest.raises(ScriptError, match=said), watches[0].during("job.step"):
+        raise ValueError("Default process group has not been initialized")
 
 
 def test_a_rank_that_has_ended_is_not(

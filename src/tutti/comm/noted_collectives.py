@@ -7,15 +7,18 @@ the collectives of Gloo. A call costs 2 to 3 microseconds more.
 import functools
 import inspect
 import json
+import sys
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tutti.event_record import ACTIVE, EventRecorder, RankEvent
+from tutti.event_record import ACTIVE, EventRecorder, RankEvent, place_in_script
+from tutti.stack_watch import is_of_script
 
 _NAMES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter"),
@@ -91,6 +94,7 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     group_at = parameters.index("group")
     async_at = parameters.index("async_op") if "async_op" in parameters else None
     tensor_at = None if name == "barrier" else int(name in _SHAPED_BY_INPUT)
+    root_at = next((parameters.index(each) for each in ("src", "dst") if each in parameters), None)
     tensor_name = "" if tensor_at is None else parameters[tensor_at]
 
     @functools.wraps(function)
@@ -114,6 +118,10 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             number = _begin(recorder, name, group, tensor, blocking=blocking)
         if not number:
             return function(*args, **kwargs)
+        caller = sys._getframe(1)
+        if is_code_of_script(caller.f_code):
+            root = "" if root_at is None else _root(name, args[root_at : root_at + 1], kwargs)
+            place_in_script(recorder, number, f"{caller.f_code.co_filename}:{caller.f_lineno}", root)
         try:
             work = function(*args, **kwargs)
         except BaseException:
@@ -127,6 +135,21 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     noted.__tutti_notes__ = True  # type: ignore[attr-defined]
     return noted
+
+
+def _root(name: str, given: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return from or to which rank a collective sends, in words; empty for others."""
+    if name in ("send", "recv"):
+        return ""
+    named = {each: kwargs[each] for each in ("src", "group_src", "dst", "group_dst") if kwargs.get(each) is not None}
+    rank = given[0] if given else next(iter(named.values()), 0)
+    return f"{'to' if name in ('reduce', 'gather') else 'from'} rank {rank}"
+
+
+@functools.lru_cache(maxsize=1024)
+def is_code_of_script(code: CodeType) -> bool:
+    """Return whether code is the script's own."""
+    return is_of_script(code.co_filename)
 
 
 def _begin(recorder: EventRecorder, name: str, group: Any, tensor: Any, *, blocking: bool) -> int:

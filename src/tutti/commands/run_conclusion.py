@@ -8,7 +8,7 @@ from tutti.commands.messages import short, warn
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import RunReport
 from tutti.errors import ScriptError
-from tutti.launch.failure import sentence
+from tutti.launch.failure import sentence, store_failure
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.supervisor import Outcome
 
@@ -61,6 +61,8 @@ def conclude(
     code = outcome.exit_code
     if outcome.failure is not None:
         words = sentence(spec, outcome.failure)
+        if is_first:
+            store_failure(spec, outcome.failure)
         if outcome.given_up:
             words += f"\n{outcome.given_up}"
         if outcome.failure.traceback:

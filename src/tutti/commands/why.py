@@ -120,6 +120,7 @@ def explained(run: Path) -> RunExplanation:
     Raises:
         ReportError: the folder has no flight record.
     """
+    from tutti.launch.failure import stored_failure
     from tutti.launch.hang_verdict import judge
     from tutti.launch.rank_views import ranks_in, view_ranks
 
@@ -137,7 +138,7 @@ def explained(run: Path) -> RunExplanation:
     if lives:
         time.sleep(RECHECK_S)
     views = view_ranks(folder, ranks, ask=lives)
-    return _explanation(first, views, judge(views, time.time()))
+    return _explanation(first, views, judge(views, time.time()), stored_failure(folder))
 
 
 def _of_newest(views: "list[ObservedRank]") -> "list[ObservedRank]":
@@ -151,10 +152,12 @@ def _of_newest(views: "list[ObservedRank]") -> "list[ObservedRank]":
     return [view for view in views if record is None or view.rank < record.state.world_size]
 
 
-def _explanation(first: "list[ObservedRank]", views: "list[ObservedRank]", verdict: "HangVerdict") -> RunExplanation:
+def _explanation(
+    first: "list[ObservedRank]", views: "list[ObservedRank]", verdict: "HangVerdict", failure: str
+) -> RunExplanation:
     states = [view.record.state for view in views if view.record is not None]
     step = max((state.step for state in states), default=0)
-    status, message = _status(first, views, verdict, step)
+    status, message = _status(first, views, verdict, step, failure)
     return RunExplanation(
         status=status,
         message=message,
@@ -169,16 +172,22 @@ def _explanation(first: "list[ObservedRank]", views: "list[ObservedRank]", verdi
 
 
 def _status(
-    first: "list[ObservedRank]", views: "list[ObservedRank]", verdict: "HangVerdict", step: int
+    first: "list[ObservedRank]", views: "list[ObservedRank]", verdict: "HangVerdict", step: int, failure: str
 ) -> tuple[Literal["hangs", "goes on", "ended"], str]:
+    from tutti.launch.hang_verdict import wait_of
+
     if not any(view.lives for view in views):
-        last = f"; when it ended, {verdict.message}" if verdict.message else ""
-        return "ended", f"the run has ended after step {step}{last}"
+        ended = f"the run has ended after step {step}"
+        if failure:
+            return "ended", f"{ended}: {failure}"
+        # Who was missing is not known any more, because all ranks are gone.
+        last = verdict.message if verdict.kind == "mismatch" else verdict.message.partition("; ")[0]
+        return "ended", f"{ended}; when it ended, {last}" if last else ended
     states = [view.record.state for view in views if view.record is not None]
     before = [view.record.state.newest for view in first if view.record is not None]
     moved = before != [state.newest for state in states]
     slowest_s = max((state.slowest_s for state in states), default=0.0)
-    since = [state.waits_since_s for state in states if state.waits_since_s is not None]
+    since = [wait.since_s for view in views if (wait := wait_of(view)) is not None]
     pending = [
         event.begun_s
         for view in views
@@ -196,7 +205,7 @@ def _status(
 
 
 def _stack(view: "ObservedRank") -> tuple[str, ...]:
-    from tutti.launch.hang_verdict import frames_of_dump, short
+    from tutti.process_stacks import frames_of_dump, short_path
     from tutti.stack_watch import is_of_script
 
     frames = frames_of_dump(view.native)
@@ -204,4 +213,4 @@ def _stack(view: "ObservedRank") -> tuple[str, ...]:
         frames = [*view.stack.threads[0].frames] if view.stack.threads else []
     scripts = [place for place, frame in enumerate(frames, 1) if frame.file[:1] == "/" and is_of_script(frame.file)]
     frames = frames[: max(scripts, default=len(frames))]  # those before the script are the launcher's
-    return tuple(f"{short(frame.file)}:{frame.line} in {frame.function}" for frame in frames)
+    return tuple(f"{short_path(frame.file)}:{frame.line} in {frame.function}" for frame in frames)

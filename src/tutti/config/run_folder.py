@@ -234,6 +234,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def failure(self) -> Path:
+        return self.path / "failure.json"
+
+    @property
     def verdict(self) -> Path:
         return self.path / "verify.json"
 

@@ -24,6 +24,8 @@ from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
 from tutti.data.samples import Collate, CollatedBatch, DataSource, EpochKeys, SampleKey, SeededSamples
 from tutti.data.seeds import derive_seed, generator_states, preserved_generators, seed_everything
 from tutti.errors import DataError, TrainingError
+from tutti.process_stacks import describe_place, frames_of_worker, is_stopped
+from tutti.stack_watch import watched_folder
 
 
 class ShareLoader:
@@ -225,7 +227,14 @@ class ShareLoader:
             keys: Any = _Keys(self)
             self._loader = DataLoader(samples, batch_sampler=keys, collate_fn=collate, **self.source.options)
         batches = worker_batches(self._loader, self.timeout_s)
-        for (share, indices), batch in zip(self._announced(), batches, strict=False):
+        for share, indices in self._announced():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise DataError(
+                    f"the data ended before batch {self.position + 1} of epoch {self.epoch + 1}, which has more: the "
+                    "data set, collate_fn or the sampler has raised StopIteration, which is for iterable data sets only"
+                ) from None
             yield share, indices, batch
 
     def _announced(self) -> Iterator[tuple[BatchShare, Indices]]:
@@ -249,6 +258,9 @@ class ShareLoader:
 
 _LOOK_EVERY_S = 1.0
 """A worker that has ended is noticed so soon."""
+
+_END_S = 1.0
+"""Seconds after which a worker whose connection was closed is known to have ended."""
 
 _LIKELY = {
     signal.SIGKILL: "most often the system, as memory ran out: see dmesg, and use fewer workers or smaller samples",
@@ -294,24 +306,40 @@ class _WorkerWait:
             left_s = self._timeout_s - (time.monotonic() - began)
             try:
                 got, data = self._get(batches, max(0.0, min(_LOOK_EVERY_S, left_s)))
-            except RuntimeError as error:
-                ended = [sentence for worker in enumerate(batches._workers) if (sentence := _end_of(*worker))]
+            except (RuntimeError, OSError, EOFError) as error:  # an OSError: it was to hand over a batch's memory
+                ended = _ends(batches._workers, 0.0 if isinstance(error, RuntimeError) else _END_S)
                 if not ended:
                     raise
                 raise TrainingError(f"{'; '.join(ended)}") from error
             if got:
                 return True, data
             if left_s <= 0:
-                raise TrainingError(self._waited_for(batches))
+                number = batches._task_info.get(batches._rcvd_idx, (0,))[0]
+                sentence = self._waited_for(number, batches._workers[number])
+                batches._workers[number].kill()  # Python waits for a worker at its end, for ever if that is stopped
+                raise TrainingError(sentence)
 
-    def _waited_for(self, batches: Any) -> str:
-        number = batches._task_info.get(batches._rcvd_idx, (0,))[0]
-        worker = batches._workers[number]
-        state = "it is alive" if worker.is_alive() else "it has ended"
-        return (
-            f"worker {number} of the data loader (pid {worker.pid}) gave no batch for {self._timeout_s:g} s; {state}: "
-            "see what it waits for (py-spy dump --pid), correct the data set, or raise --timeout"
-        )
+    def _waited_for(self, number: int, worker: Any) -> str:
+        begun = f"worker {number} of the data loader (pid {worker.pid}) gave no batch for {self._timeout_s:g} s"
+        if not worker.is_alive():
+            return f"{begun}; it has ended: see its output"
+        if is_stopped(worker.pid):
+            return f"{begun}; it is stopped by a signal (SIGSTOP): let it go on with `kill -CONT {worker.pid}`"
+        folder = watched_folder()
+        frames = frames_of_worker(folder, worker.pid) if folder is not None else []
+        if not frames:
+            return f"{begun}; it is alive: see what it waits for (py-spy dump --pid {worker.pid}), or raise --timeout"
+        return f"{begun}; it is{describe_place(frames)}: correct what it waits for there, or raise --timeout"
+
+
+def _ends(workers: Sequence[Any], within_s: float) -> list[str]:
+    """Return sentences on how workers ended; wait so long for the first to be seen."""
+    until = time.monotonic() + within_s
+    while True:
+        ended = [sentence for worker in enumerate(workers) if (sentence := _end_of(*worker))]
+        if ended or time.monotonic() >= until:
+            return ended
+        time.sleep(0.01)
 
 
 def _end_of(number: int, worker: Any) -> str | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.errors import SpecError
-from tutti.launch.hang_verdict import HangVerdict, judge
+from tutti.launch.hang_verdict import HangVerdict, caught_error, judge, last_operation, mismatch_of
 from tutti.launch.launcher import ErrorKind, Explaining, Handle, LaunchSpec, RankError
 from tutti.launch.rank_views import ranks_in, view_ranks
+from tutti.process_stacks import describe_place, frames_of_traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,31 @@ _SIGNAL_CAUSES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFailure:
+    """Why a run has failed, as `tutti run` has said it, without a traceback."""
+
+    message: str
+
+
+def store_failure(spec: LaunchSpec, failure: Failure) -> None:
+    """Write why the run has failed into its folder; a full disk hides nothing."""
+    words = sentence(spec, replace(failure, traceback=""))
+    with contextlib.suppress(OSError):
+        serialization.save(StoredFailure(message=words), RunFolder(spec.folder).failure)
+
+
+def stored_failure(folder: RunFolder) -> str:
+    """Return why the run in a folder has failed; empty if it has not, or if that was not written."""
+    with contextlib.suppress(SpecError):
+        return serialization.load(StoredFailure, folder.failure).message
+    return ""
+
+
 def clear_errors(spec: LaunchSpec) -> None:
     """Remove what this node's ranks recorded in an earlier run in the same folder."""
+    if spec.node_rank == 0:
+        RunFolder(spec.folder).failure.unlink(missing_ok=True)
     for rank in spec.ranks:
         _error_file(spec.folder, rank).unlink(missing_ok=True)
         (RunFolder(spec.folder).rank(rank) / "stopped").unlink(missing_ok=True)
@@ -153,9 +177,13 @@ def _peers_only(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mappin
     early = tuple(rank for rank in spec.ranks if exits.get(rank) == 0)
     silent = tuple(rank for rank in spec.ranks if rank not in exits and rank not in errors)
     if early:
+        waited = (frames_of_traceback(error.traceback) for error in errors.values())
+        place = next((describe_place(frames[:1]) for frames in waited if frames), " in a collective")
+        view = view_ranks(RunFolder(spec.folder), early[:1], ask=False)[0]
+        last = f" after {last_operation(view)}" if last_operation(view) else ""
         message = (
-            "the script ended there while other ranks still waited for it in a collective; every rank must take "
-            "the same number of steps"
+            f"the script ended there{last}, while other ranks still waited for it{place}; every rank must take the "
+            "same number of steps: end the loop by job.should_stop(condition)"
         )
         return Failure(ranks=early, first=early[0], hosts=(here,), message=message, traceback="", exit_code=1)
     if silent:
@@ -226,12 +254,22 @@ def explain_timeout(spec: LaunchSpec, errors: Mapping[int, RankError]) -> HangVe
         spec: what was started on this node.
         errors: errors by rank.
     """
-    if not errors or not all(_waited(error) for error in errors.values()):
+    if not errors or not all(has_waited(error) for error in errors.values()):
         return None
     folder = RunFolder(spec.folder)
     ranks = [rank for rank in ranks_in(folder) if rank < spec.world_size]  # of other nodes, too, in a shared folder
-    verdict = judge(view_ranks(folder, ranks), time.time())
+    traces = {rank: frames_of_traceback(error.traceback) for rank, error in errors.items()}
+    views = [replace(view, failed=tuple(traces.get(view.rank, ()))) for view in view_ranks(folder, ranks)]
+    verdict = judge(views, time.time())
+    if verdict.kind != "missing" and any(map(is_of_rendezvous, errors.values())):  # a node never came
+        return None
     return verdict if verdict.kind != "none" else None
+
+
+def is_of_rendezvous(error: RankError | Failure) -> bool:
+    """Return whether a rank has failed because others did not come to the rendezvous."""
+    words = ("did not come to the rendezvous within", "could not meet rank 0 within")
+    return error.error == "LaunchError" and any(each in error.message for each in words)
 
 
 def with_mismatch(spec: LaunchSpec, failure: Failure) -> Failure:
@@ -245,14 +283,31 @@ def with_mismatch(spec: LaunchSpec, failure: Failure) -> Failure:
     """
     if failure.kind != "killed" or signal.SIGABRT.name not in failure.message:
         return failure
-    verdict = judge(view_ranks(RunFolder(spec.folder), spec.ranks, ask=False), time.time())
-    return replace(failure, verdict=verdict.message) if verdict.kind == "mismatch" else failure
+    views = view_ranks(RunFolder(spec.folder), spec.ranks, ask=False)
+    verdict = judge(views, time.time())
+    found = verdict.message if verdict.kind == "mismatch" else mismatch_of(views, failure.first)
+    return replace(failure, verdict=found) if found else failure
 
 
-def _waited(error: RankError) -> bool:
+def with_caught(spec: LaunchSpec, failure: Failure) -> Failure:
+    """Return the failure of a rank whose script has caught the error of a collective, if all that is known is a loss.
+
+    Args:
+        spec: what was started on this node.
+        failure: the primary cause.
+    """
+    if failure.kind != "peer":
+        return failure
+    words = caught_error(view_ranks(RunFolder(spec.folder), spec.ranks, ask=False))
+    return replace(failure, traceback="", kind="run", message=f"it lost another rank; {words}") if words else failure
+
+
+def has_waited(error: RankError | Failure) -> bool:
     """Return whether a rank has failed because it waited too long for another."""
     if error.error == "RankMismatchError":
         return "which did not come after" in error.message
+    if is_of_rendezvous(error):
+        return True
     return error.kind == "peer" and any(words in error.message.lower() for words in ("timed out", "timeout"))
 
 

@@ -1,23 +1,26 @@
 """Why ranks hang, in words: who waits where, who is missing, and what that rank does instead. A pure function."""
 
-import linecache
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from tutti.config.safe_text import plain_text
 from tutti.event_record import RankEvent, ranks_of_group
-from tutti.launch.rank_views import ObservedRank, continue_command
-from tutti.stack_watch import StackFrame, is_of_script
+from tutti.launch.rank_views import LoaderWorker, ObservedRank, continue_command
+from tutti.process_stacks import describe_place, places_of_dump, short_path
 
 VerdictKind = Literal["missing", "mismatch", "stuck", "none"]
 """missing: some ranks did not come to what others wait in. mismatch: ranks wait in different collectives, or in one
 with different tensors. stuck: all are in the same one. none: nobody waits."""
 
-_MOST_LINE = 80
+_MOST_PLACES = 300
+
+_STATISTICS = "statistics over "
+"""How the name of the data begins that batch norms exchange while they train."""
+
+_RENDEZVOUS = "the rendezvous"
+"""The operation in which ranks meet. A rank waits in it as a whole, as there are no collectives yet."""
 
 _WHOLE = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter_single"}
@@ -99,8 +102,25 @@ def judge(views: Sequence[ObservedRank], now_s: float) -> HangVerdict:
             ranks=lines,
             hosts=hosts,
         )
-    words = _stuck_words(waits, members, now_s)
+    words = _stuck_words(waits, members, now_s, caught_error(views))
     return HangVerdict(kind="stuck", message=words, waiting=tuple(waits), ranks=lines, hosts=hosts)
+
+
+def mismatch_of(views: Sequence[ObservedRank], rank: int) -> str:
+    """Return the sentence for a collective of a rank in which others take part differently; empty if there is none.
+
+    Args:
+        views: of all ranks that can be seen.
+        rank: one that native code has ended in a collective, which it may have started only.
+    """
+    members = {view.rank: view for view in views}
+    numbers = {view.record.state.pid: view.rank for view in views if view.record is not None}
+    pending = [e for e in _events(members[rank]) if e.kind == "collective" and (e.ended_s is None or e.failed)]
+    for event in reversed(pending):
+        wait = Wait(rank=rank, event=event, about="", since_s=event.begun_s, operation="", line=event.line, module="")
+        if found := _mismatch({rank: wait}, members, numbers):
+            return found
+    return ""
 
 
 def wait_of(view: ObservedRank) -> Wait | None:
@@ -116,13 +136,15 @@ def wait_of(view: ObservedRank) -> Wait | None:
     since = state.waits_since_s
     if since is not None and any(each.kind != "collective" and each.begun_s > since for each in events):
         since = None  # the script has caught the error of that wait and gone on
+    operation = _operation(events)
+    if event is None and since is None and operation is not None and operation.name == _RENDEZVOUS:
+        since = operation.begun_s
     if event is None and since is None:
         return None
     if event is None:
         begun = [each for each in pending if each.ended_s is None]
         event = next((each for each in begun if each.about == state.waits_for), begun[0] if begun else None)
     since_s = since or (event.begun_s if event is not None else 0.0)
-    operation = _operation(events)
     line, module = (event.line, event.module) if event is not None else ("", "")
     if view.stack is not None:
         line, module = view.stack.line or line, view.stack.module or module
@@ -161,7 +183,15 @@ def _mismatch(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], nu
             if other == wait.rank or theirs is None:
                 continue
             (one, first), (two, second) = sorted([(wait.rank, event), (other, theirs)])
-            places = [_at(waits[rank]) if rank in waits else "" for rank in (one, two)]
+            places = [
+                f" at {_line(each.line)}" if each.of_script else _at(waits[rank]) if rank in waits else ""
+                for rank, each in ((one, first), (two, second))
+            ]
+            if first.of_script != second.of_script:  # tutti has begun the other
+                return (
+                    f"ranks {one} and {two} meet in different collectives: rank {one} in {_tensor(first)}{places[0]}, "
+                    f"rank {two} in {_tensor(second)}{places[1]}; {_CALL}"
+                )
             if difference := _difference(first, second):
                 return (
                     f"ranks {one} and {two} take part in collective {event.sequence} of {_group(event.group, numbers)} "
@@ -181,6 +211,8 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
     """Return in what two ranks' parts of one collective differ; empty if they fit."""
     if one.name != two.name:
         return "operations"
+    if one.of_script and one.about != two.about:
+        return "ends"
     if one.name not in _WHOLE:
         return ""
     if one.dtype != two.dtype:
@@ -192,6 +224,8 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
 def _remedy_of(difference: str) -> str:
     if difference == "operations":
         return _CALL
+    if difference == "ends":
+        return "name the same src or dst on every rank"
     return f"give tensors of the same shape and dtype on every rank ({difference} that depend on the data need padding)"
 
 
@@ -207,9 +241,18 @@ def _different(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], n
             if _takes_part(one, second.event) and _takes_part(two, first.event):
                 return (
                     f"rank {one} waits in {_words(first)} while rank {two} waits in {_words(second)}, for "
-                    f"{now_s - max(first.since_s, second.since_s):.0f} s; {_CALL}"
+                    f"{now_s - max(first.since_s, second.since_s):.0f} s; {_CALL}{_mode_hint(first, second)}"
                 )
     return ""
+
+
+def _mode_hint(first: Wait, second: Wait) -> str:
+    """Return a clause on batch norms that exchange statistics on one rank only, in the same step; empty otherwise."""
+    exchanging = [wait.about.startswith(_STATISTICS) for wait in (first, second)]
+    if first.operation != second.operation or exchanging[0] == exchanging[1]:
+        return ""
+    other = second.rank if exchanging[0] else first.rank
+    return f"; batch norms of rank {other} exchange no statistics: look whether its model is in evaluation mode"
 
 
 def _takes_part(rank: int, event: RankEvent) -> bool:
@@ -261,14 +304,32 @@ def _missing_words(
     )
 
 
-def _stuck_words(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], now_s: float) -> str:
+def caught_error(views: Sequence[ObservedRank]) -> str:
+    """Return the sentence for a collective of the script whose error the script has caught; empty if there is none."""
+    for view in views:
+        failed = [e for e in _events(view) if e.kind == "collective" and e.of_script and e.failed]
+        newest = view.record.state.newest if view.record is not None else 0
+        if failed and failed[-1].number < newest:
+            return (
+                f"rank {view.rank}'s {_collective(failed[-1])} at {_line(failed[-1].line)} had failed before, and the "
+                "script went on: it must not catch that error, because the connections of its group are closed then"
+            )
+    return ""
+
+
+def _stuck_words(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], now_s: float, caught: str) -> str:
     first = next(iter(waits.values()))
     hosts = {view.record.state.host for view in members.values() if view.record is not None}
     between = f" between hosts {', '.join(sorted(hosts))}" if len(hosts) > 1 else ""
+    remedy = f"look at the network{between}: links, firewall, and `tutti doctor`"
+    if len(hosts) == 1:
+        remedy = "look in the ranks' stderr.log for an earlier collective that has failed, or had other arguments"
     verb = "waits" if len(waits) == 1 else "wait"
+    if caught:
+        return f"{_ranks(sorted(waits))} {verb} for {now_s - first.since_s:.0f} s in {_words(first)}; {caught}"
     return (
         f"{_ranks(sorted(waits))} {verb} for {now_s - first.since_s:.0f} s in {_words(first)}, to which all have come, "
-        f"but no data arrives; look at the network{between}: links, firewall, and `tutti doctor`"
+        f"but no data arrives; {remedy}"
     )
 
 
@@ -277,9 +338,12 @@ def does(view: ObservedRank, now_s: float) -> str:
     process, stack = view.process, view.stack
     if view.record is None:
         return "has no flight record, so it has not begun" if not view.damage else f"cannot be seen ({view.damage})"
+    last = last_operation(view)
+    after = f", after {last}" if last else ""
+    if process is None and not view.elsewhere and view.failed:
+        return f"waited too long{describe_place(view.failed)}{after}"
     if process is None and not view.elsewhere:
-        return f"has ended{'' if _ended_in_order(view) else ' without a word'}, after {_last(view)}"
-    after = f", after {_last(view)}"
+        return f"has ended{'' if _ended_in_order(view) else ' without a word'}{after}"
     if process is not None and process.letter in "Tt":
         by = "a debugger" if process.letter == "t" else "a signal (SIGSTOP)"
         return f"is stopped by {by}, process {process.pid}{_place(view)}{after}"
@@ -288,10 +352,10 @@ def does(view: ObservedRank, now_s: float) -> str:
         where = f" in the kernel's {process.place}" if process.place else ""
         return f"waits for a disk or another device{where}{_place(view)}{after}"
     if stack is None and process is not None and not view.elsewhere:
-        held = _frame_of_dump(view.native)
-        return f"holds the interpreter's lock in native code{held}{after}"
+        return f"holds the interpreter's lock in native code{_place_of_holder(view)}{after}"
     if loader is not None:
-        return f"waits {now_s - loader.begun_s:.0f} s for its data loader's next batch{_place(view)}{after}"
+        at = _place(view) if view.worker is None else _place_of_worker(view.worker)
+        return f"waits {now_s - loader.begun_s:.0f} s for its data loader's next batch{at}{after}"
     doing = "is"
     if process is not None and process.letter == "R":
         doing = "computes"
@@ -303,7 +367,7 @@ def does(view: ObservedRank, now_s: float) -> str:
 def remedy(view: ObservedRank) -> str:
     """Say what helps against what a rank does that others wait for."""
     process = view.process
-    if view.record is not None and process is None and not view.elsewhere:
+    if view.record is not None and process is None and not (view.elsewhere or view.failed):
         return "every rank must take the same number of steps: end the loop by job.should_stop(condition)"
     if process is not None and process.letter in "Tt":
         there = f" on host {view.record.state.host}" if view.elsewhere and view.record is not None else ""
@@ -311,10 +375,17 @@ def remedy(view: ObservedRank) -> str:
     if process is not None and process.letter == "D":
         return "look at the disk or file system that it uses"
     if _pending(view, "loader") is not None:
+        if view.worker is not None and view.worker.letter in "Tt":
+            return f"let it go on with `{continue_command(view.worker.pid)}`, or end the run"
         return "correct what the data set waits for there, or give the loader more workers"
     if process is not None and process.letter == "R":
         return "raise --timeout if that takes so long, do it on all ranks, or before training"
     return "correct what it waits for there, or do it on every rank"
+
+
+def _place_of_worker(worker: LoaderWorker) -> str:
+    state = "is stopped by a signal (SIGSTOP)" if worker.letter in "Tt" else f"is{describe_place(worker.frames)}"
+    return f"; worker process {worker.pid} {state}"
 
 
 def _pending(view: ObservedRank, kind: str) -> RankEvent | None:
@@ -328,38 +399,16 @@ def _place(view: ObservedRank) -> str:
         pending = [event for event in _events(view) if event.ended_s is None and event.line]
         return f" at {_line(pending[-1].line)}" if pending else ""
     frames = stack.threads[0].frames if stack.threads else ()
-    innermost = frames[0] if frames else None
-    script = next((frame for frame in frames if is_of_script(frame.file)), None)
-    inside = f" of module {stack.module}" if stack.module else ""
-    if script is None:
-        return f" in {innermost.function} ({short(innermost.file)}:{innermost.line}){inside}" if innermost else ""
-    within = f", in {innermost.function}" if innermost is not None and innermost is not script else ""
-    return f" at {short(script.file)}:{script.line} in {script.function}{_source(script)}{within}{inside}"
+    return describe_place(frames, f" of module {stack.module}" if stack.module else "")
 
 
-def _source(frame: StackFrame) -> str:
-    text = linecache.getline(frame.file, frame.line).strip()
-    return f" (`{plain_text(text[:_MOST_LINE])}`)" if text else ""
-
-
-_CALLS = (
-    re.compile(r"File \"(?P<file>[^\"]+)\", line (?P<line>\d+) in (?P<function>.+)"),  # of faulthandler
-    re.compile(r"(?P<function>[^()]+) \((?P<file>[^()]+):(?P<line>\d+)\)"),  # of py-spy
-)
-
-
-def frames_of_dump(dump: str) -> list[StackFrame]:
-    """Return the calls of the main thread in what faulthandler or py-spy has written, from the innermost."""
-    threads = re.split(r"^(?=Thread |Current thread )", dump, flags=re.MULTILINE)
-    main = next((part for part in threads if "MainThread" in part.partition("\n")[0]), threads[-1])
-    found = [call for line in main.splitlines() for kind in _CALLS if (call := kind.fullmatch(line.strip()))]
-    return [StackFrame(file=call["file"], line=int(call["line"]), function=call["function"]) for call in found]
-
-
-def _frame_of_dump(dump: str) -> str:
-    """Return the innermost call of the main thread in a dump, as a clause."""
-    frame = next(iter(frames_of_dump(dump)), None)
-    return "" if frame is None else plain_text(f": {short(frame.file)}:{frame.line} in {frame.function}"[:200])
+def _place_of_holder(view: ObservedRank) -> str:
+    """Return where a rank holds the interpreter's lock, as a clause: in the main thread, or else in another one."""
+    frames = places_of_dump(view.native)
+    if len(frames) > 1 and view.process is not None and "futex" in view.process.place:
+        frames = frames[1:]  # the main thread waits for a lock, as for that of the interpreter
+    words = " or ".join(f"{short_path(frame.file)}:{frame.line} in {frame.function}" for frame in frames)
+    return plain_text(f": {words}"[:_MOST_PLACES]) if words else ""
 
 
 def describe(view: ObservedRank, wait: Wait | None, now_s: float) -> str:
@@ -369,17 +418,19 @@ def describe(view: ObservedRank, wait: Wait | None, now_s: float) -> str:
         ago = f", {now_s - (newest.ended_s or newest.begun_s):.0f} s ago" if newest is not None else ""
         waited = f"; it waited in {_words(wait)}" if wait is not None else ""
         how = "ended" if view.record.state.ended else "ended without a word"
-        return f"{how} after step {view.record.state.step}; the last was {_last(view)}{ago}{waited}"
+        if not (last := last_operation(view)):
+            return f"{how} before its first operation{waited}"
+        return f"{how} after step {view.record.state.step}; the last was {last}{ago}{waited}"
     if wait is not None:
         return f"waits for {now_s - wait.since_s:.0f} s in {_words(wait)}"
     return does(view, now_s)
 
 
-def _last(view: ObservedRank) -> str:
-    """Name the last operation that a rank has ended, with where it was."""
+def last_operation(view: ObservedRank) -> str:
+    """Name the last operation that a rank has ended, with where it was; an empty text if there is none."""
     ended = [event for event in _events(view) if event.kind == "operation" and event.ended_s is not None]
     if not ended:
-        return "nothing"
+        return ""
     event = ended[-1]
     place = f" (epoch {event.shape[0]}, batch {event.shape[1]})" if len(event.shape) == 2 else ""
     return f"{event.name}{place}"
@@ -388,6 +439,8 @@ def _last(view: ObservedRank) -> str:
 def _words(wait: Wait) -> str:
     """Name what a rank waits in."""
     event = wait.event
+    if event is None and wait.operation == _RENDEZVOUS:
+        return f"{_RENDEZVOUS}{_at(wait)}"
     what = f"a message ({wait.about})" if event is None else _collective(event)
     about = f", {wait.about}" if event is not None and wait.about else ""
     return f"{what}{about}{_within(wait)}{_at(wait)}"
@@ -413,18 +466,13 @@ def _at(wait: Wait) -> str:
 
 def _line(line: str) -> str:
     file, _, number = line.rpartition(":")
-    return plain_text(f"{short(file)}:{number}")
-
-
-def short(file: str) -> str:
-    """Return a path relative to the current directory, if it is inside it."""
-    path = Path(file)
-    return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else file
+    return plain_text(f"{short_path(file)}:{number}")
 
 
 def _tensor(event: RankEvent) -> str:
     named = f"{event.name.replace('_', '-')} of " if event.name else ""
-    return f"{named}{event.dtype or 'no tensor'} {list(event.shape)}" if event.dtype else f"{named}no tensor"
+    root = f" {event.about}" if event.of_script and event.name and event.about else ""
+    return f"{named}{event.dtype or 'no tensor'} {list(event.shape)}{root}" if event.dtype else f"{named}no tensor"
 
 
 def _group(group: str, numbers: Mapping[int, int]) -> str:

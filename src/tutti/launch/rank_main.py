@@ -35,6 +35,7 @@ from tutti.launch import process_tree
 from tutti.launch.launch_environment import become, started_rank
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.survival import Survivor, start_watch
+from tutti.process_stacks import is_stopped
 from tutti.stack_watch import watch_stacks
 
 TERMINATED = 128 + signal.SIGTERM
@@ -271,6 +272,9 @@ def _ignore_children() -> None:
 def _finish(code: int) -> int:
     """Run exit functions and flush the output: an interpreter does so at its end, a forked process does not."""
     _ignore_children()
+    for child in multiprocessing.active_children():  # Python waits for them, for ever if one is stopped
+        if child.daemon and child.pid is not None and is_stopped(child.pid):
+            child.kill()
     # A launcher may pass on a SIGTERM that a scheduler sent to this process too: it has stopped already.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if code == RESUMABLE else signal.SIG_DFL)
     atexit._run_exitfuncs()
@@ -414,7 +418,19 @@ def user_traceback(error: BaseException) -> str:
     """Return the traceback without the frames of tutti and runpy that ran the script, or call its code in between."""
     for link in _chain(error):
         link.__traceback__ = _without_callers(_from_user_frame(link.__traceback__))
-    return "".join(traceback.format_exception(error))
+    return _without_own_calls("".join(traceback.format_exception(error)))
+
+
+def _without_own_calls(trace: str) -> str:
+    """Leave out what the loader's machinery adds to the traceback that a worker has sent as a text."""
+    begun, marker, of_worker = trace.partition("\nOriginal Traceback (most recent call last):\n")
+    shown, leaves_out = [], False
+    for line in of_worker.splitlines(keepends=True):
+        if not line.startswith("    "):
+            leaves_out = line.startswith("  File ") and (_OURS in line or _LOADER in line)
+        if not leaves_out:
+            shown.append(line)
+    return f"{begun}{marker}{''.join(shown)}"
 
 
 def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
@@ -431,7 +447,10 @@ def _without_callers(trace: TracebackType | None) -> TracebackType | None:
         trace = trace.tb_next
     scripts = (number for number, link in enumerate(links) if not _file(link).startswith((*_LIBRARIES, _OURS)))
     last = max(scripts, default=-1)
+    if last >= 0 and _file(links[-1]).endswith(_RAISES_AGAIN):  # a worker's error, raised again: its text has the calls
+        links = links[: last + 1]
     shown = [link for number, link in enumerate(links) if number > last or not _file(link).startswith(_OURS)]
+    shown = [link for link in shown if not _file(link).endswith(_PASSES_ON)]
     for link in reversed(shown):
         trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return trace
@@ -449,6 +468,9 @@ def _is_own(frame: FrameType) -> bool:
 _PACKAGE = Path(__file__).parent.parent
 _OURS = f"{_PACKAGE}{os.sep}"
 _LIBRARIES = (sys.prefix, sys.base_prefix, "<frozen ")
+_LOADER = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}_utils{os.sep}"
+_PASSES_ON = f"{os.sep}comm{os.sep}noted_collectives.py"
+_RAISES_AGAIN = f"{os.sep}torch{os.sep}_utils.py"
 _OWN_FRAMES = (
     *(f"{_PACKAGE / name}{os.sep}" for name in ("launch", "commands", "cli")),
     runpy.__file__,
@@ -461,7 +483,8 @@ def _write(folder: Path, failure: RankError) -> None:
     try:
         serialization.save(failure, folder / "error.json")
     except OSError:
-        sys.stderr.write(failure.traceback or failure.message)
+        raised = failure.kind in ("exception", "peer")
+        sys.stderr.write((raised and failure.traceback) or f"tutti: {failure.message}\n")
 
 
 if __name__ == "__main__":

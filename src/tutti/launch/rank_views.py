@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,17 +17,13 @@ from tutti.config.run_folder import RunFolder
 from tutti.errors import EventRecordError, SpecError
 from tutti.event_record import FILE_NAME, EventRecord, RecordState, read_record, start_ticks
 from tutti.launch import process_tree
-from tutti.stack_watch import ANSWER, ASK, DUMP, SIGNAL, StackAnswer
+from tutti.process_stacks import dumped_stacks, frames_of_worker
+from tutti.stack_watch import ANSWER, ASK, StackAnswer, StackFrame
 
 ANSWER_S = 1.5
 """Seconds that ranks have to answer where they are; one that holds the interpreter's lock cannot."""
 
-_DUMP_S = 0.3
-
 _PY_SPY_S = 5.0
-
-_MOST_DUMP = 1 << 16
-"""Bytes of a dump that are read; the main thread comes last in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +48,21 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderWorker:
+    """A worker of a data loader that does not get on.
+
+    Attributes:
+        pid: its process.
+        letter: as of `ProcessState`.
+        frames: its calls, from the innermost to those of the data set.
+    """
+
+    pid: int
+    letter: str
+    frames: tuple[StackFrame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRank:
     """A rank as it is seen from outside.
 
@@ -62,6 +73,8 @@ class ObservedRank:
         elsewhere: whether it ran on another host.
         stack: what it answered; None if it did not.
         native: the stack that a rank without an answer has written at a signal, or that py-spy has seen.
+        failed: the calls, from the innermost of the script's, in which a rank that has ended had waited too long.
+        worker: the worker that a rank waits for which wants the next batch of its loader; None if there is none.
     """
 
     rank: int
@@ -71,6 +84,8 @@ class ObservedRank:
     elsewhere: bool = False
     stack: StackAnswer | None = None
     native: str = ""
+    failed: tuple[StackFrame, ...] = ()
+    worker: LoaderWorker | None = None
 
     @property
     def lives(self) -> bool:
@@ -108,18 +123,23 @@ def view_ranks(
         stack, native = answers.get(rank), ""
         if stack is None and rank in living and view.process is not None and not view.elsewhere:
             native = _native_stack(folder.rank(rank), view.process.pid)
-        views.append(
-            ObservedRank(
-                rank=rank,
-                record=view.record,
-                damage=view.damage,
-                process=view.process,
-                elsewhere=view.elsewhere,
-                stack=stack,
-                native=native,
-            )
-        )
+        worker = _busy_worker(folder.rank(rank), view) if rank in living else None
+        views.append(replace(view, stack=stack, native=native, worker=worker))
     return views
+
+
+def _busy_worker(folder: Path, view: ObservedRank) -> LoaderWorker | None:
+    """Return the worker of a rank's loader that is stopped, or reads a sample, if the rank waits for a batch."""
+    events = view.record.events if view.record is not None else ()
+    if view.process is None or view.elsewhere or not any(e.kind == "loader" and e.ended_s is None for e in events):
+        return None
+    for pid in sorted(process_tree.descendants([view.process.pid])):
+        process = _process(pid)
+        if process is not None and process.letter in "Tt":
+            return LoaderWorker(pid=pid, letter=process.letter)
+        if process is not None and (frames := frames_of_worker(folder, pid)):
+            return LoaderWorker(pid=pid, letter=process.letter, frames=tuple(frames))
+    return None
 
 
 def _is_stopped(view: ObservedRank) -> bool:
@@ -202,25 +222,8 @@ def _native_stack(folder: Path, pid: int) -> str:
                 [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_PY_SPY_S, check=False
             )
             if seen.returncode == 0:
-                return seen.stdout[:_MOST_DUMP]
-    if SIGNAL is None or not _catches(pid, SIGNAL):
-        return ""
-    with contextlib.suppress(OSError):
-        before = (folder / DUMP).stat().st_size
-        os.kill(pid, SIGNAL)
-        time.sleep(_DUMP_S)
-        with (folder / DUMP).open("rb") as dump:
-            dump.seek(before)
-            return dump.read(_MOST_DUMP).decode("utf-8", "replace")
-    return ""
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process handles a signal, which would end it otherwise."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        return bool(int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
-    return False
+                return seen.stdout
+    return dumped_stacks(folder, pid)
 
 
 def continue_command(pid: int) -> str:

@@ -24,8 +24,10 @@ from tutti.launch.failure import (
     exit_error,
     explain_timeout,
     hang,
+    has_waited,
     primary,
     read_errors,
+    with_caught,
     with_mismatch,
 )
 from tutti.launch.hang_watch import HangWatch
@@ -246,7 +248,8 @@ def supervise(
                     outcome = replace(outcome, given_up="the time limit is over, so the ranks were not started again")
                     break
                 start_next = generation.succeeded_by(following, start)
-                causes = {rank: error for rank, error in read_errors(spec).items() if error.kind != "peer"}
+                told = read_errors(spec).items()
+                causes = {rank: error for rank, error in told if error.kind != "peer" and not has_waited(error)}
                 append_tracebacks(spec, causes)
                 if following.message:
                     say(following.message)
@@ -435,7 +438,7 @@ class _Generation:
             heard = ended and (spec.nodes == 1 or len(errors) == spec.world_size)
             waited_s = time.monotonic() - began
             first_s = first_s or (waited_s if waiting else 0.0)
-            settle_s = RESTART_SETTLE_S if restarts else SETTLE_S if causes else SETTLE_PEERS_S
+            settle_s = RESTART_SETTLE_S if restarts else SETTLE_S if causes or verdict else SETTLE_PEERS_S
             if self._surviving is not None and (restarts or not causes):
                 settle_s = first_s + SURVIVORS_S if waiting else FIRST_SURVIVOR_S
             if heard or waited_s >= settle_s:
@@ -449,11 +452,12 @@ class _Generation:
             self._watcher.update()
         if not waiting or (causes and not restarts):
             waiting = {}
-            handle.stop(min(self._grace_s, RESTART_GRACE_S if restarts else GRACE_S))
+            handle.stop(min(self._grace_s, RESTART_GRACE_S if restarts or verdict else GRACE_S))
         self._watcher.update()
         if RESUMABLE in exits.values() and all(error.kind == "peer" for error in errors.values()):
             return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)  # the others only lost a rank
-        cause = with_mismatch(spec, primary(spec, errors, exits))
+        cause = with_caught(spec, with_mismatch(spec, primary(spec, errors, exits)))
         if verdict is not None and _only_waited(errors.values()):
-            cause = replace(cause, verdict=verdict.message) if cause.kind == "user" else hang(verdict)
+            named = cause.kind == "user" and not has_waited(cause)
+            cause = replace(cause, verdict=verdict.message) if named else hang(verdict)
         return Outcome(status="failed", exit_code=cause.exit_code or 1, failure=cause, waiting=waiting)

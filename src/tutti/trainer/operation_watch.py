@@ -12,15 +12,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from tutti.comm.world import World, thread_store
-from tutti.errors import RankMismatchError
+from tutti.errors import RankMismatchError, ScriptError
 from tutti.event_record import ACTIVE
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class OperationWatch:
         self._compares = waits and world.world_size > 1
         self._answered = b""
         self._thread: threading.Thread | None = None
-        self._asked = 0
+        self._asked = self._published = 0
         self._key = f"tutti/watch/{next(_numbers)}"
 
     @property
@@ -96,8 +97,14 @@ class OperationWatch:
 
         Raises:
             RankMismatchError: an exchange failed, because another rank is in another operation or in none.
+            ScriptError: it failed because the script has destroyed the process group.
         """
         try:
+            if isinstance(error, ValueError) and self._world.world_size > 1 and not dist.is_initialized():
+                raise ScriptError(
+                    f"the process group was destroyed before {self._notes[-1][1]}, which needs it; leave out "
+                    "torch.distributed.destroy_process_group(): tutti calls it when the script ends"
+                ) from None
             reason = self.explain(error) if isinstance(error, RuntimeError) else None
             if reason is not None:
                 raise RankMismatchError(reason) from None
@@ -141,16 +148,20 @@ class OperationWatch:
             return None
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         with suppress(RuntimeError):  # the store may be gone
-            store, until = thread_store(), time.monotonic() + ANSWER_S
+            store, began = thread_store(), time.monotonic()
+            all_answer = all(store.check([f"{self._key}/process/{rank}"]) for rank in range(self._world.world_size))
+            until = began + (ANSWER_S if all_answer else 1.5 * PERIOD_S)  # a rank may not have come so far
+            before = self._publications(store)
             while time.monotonic() < until:
                 ended = self._has_ended(store)  # such a rank has told what it did before, or never will
                 self._ask(store)
                 if not ended:
                     time.sleep(PERIOD_S / 4)
+                answered = all(count > before[rank] for rank, count in self._publications(store).items())
                 reason = self._mismatch(store)
                 if reason is not None:
                     return reason
-                if ended:
+                if ended or answered:
                     break
             if timed_out:
                 return self._absent(store)
@@ -187,7 +198,8 @@ class OperationWatch:
 
     def _publish(self, store: Any) -> None:
         idle_s = 0.0 if self.inside else time.monotonic() - self._since
-        note = {"inside": self.inside, "idle_s": idle_s, "notes": list(self._notes)}
+        self._published += 1
+        note = {"inside": self.inside, "idle_s": idle_s, "notes": list(self._notes), "published": self._published}
         store.set(f"{self._key}/{self._world.rank}", json.dumps(note))
 
     def _has_ended(self, store: Any) -> bool:
@@ -203,10 +215,17 @@ class OperationWatch:
 
     def _others(self, store: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """The notes that were published by rank 0, or to rank 0 by all others."""
-        others = range(1, self._world.world_size) if self._world.is_main else (0,)
-        for rank in others:
+        for rank in self._compared():
             if store.check([f"{self._key}/{rank}"]):
                 yield rank, json.loads(store.get(f"{self._key}/{rank}"))
+
+    def _compared(self) -> Iterable[int]:
+        """The ranks whose notes this rank compares with its own."""
+        return range(1, self._world.world_size) if self._world.is_main else (0,)
+
+    def _publications(self, store: Any) -> dict[int, int]:
+        """How often each of the ranks that are compared has published its notes."""
+        return dict.fromkeys(self._compared(), 0) | {rank: note["published"] for rank, note in self._others(store)}
 
     def _mismatch(self, store: Any) -> str | None:
         own = {note[0]: tuple(note[1:]) for note in list(self._notes)}

@@ -34,6 +34,12 @@ _REMEDY = (
 )
 
 
+_REMEDY_OF_STREAM = (
+    "yield the whole stream, with the same samples in the same order, on every rank (tutti divides it), and let every "
+    "rank take every batch"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
     """Where a rank is in the training and in the data when it computes a loss.
@@ -235,6 +241,8 @@ def describe_places(places: Sequence[StepPlace]) -> str:
         return f"ranks divide the batch by different shares: {', '.join(stated)}; give all ranks one plan"
     other_order = "the order of samples differs, so give Job and sampler one seed and one order on all ranks"
     remedy = _REMEDY if steps or numbers else other_order
+    if not any(place.first for place in places):
+        remedy = _REMEDY_OF_STREAM
     return f"ranks are out of step: {', '.join(groups)}; {remedy}"
 
 
