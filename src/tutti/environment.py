@@ -317,6 +317,11 @@ def in_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_JOB_ID" in environ
 
 
+def in_heterogeneous_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process runs inside a heterogeneous allocation of Slurm."""
+    return _number(environ, "SLURM_HET_SIZE", 1) > 1
+
+
 def slurm_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of nodes of the Slurm step that this process is a task of, and this node's; (1, 0) outside."""
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
@@ -348,6 +353,11 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> int:
                 ) from None
             return len({line.split()[0] for line in lines if line.strip()})
     return 0
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what Slurm calls the node on which this process runs as a task; the host's name elsewhere."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def slurm_node_names(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tutti.config.version import VERSION
+from tutti.environment import node_name
 from tutti.machine import gpu_driver
 
 ROOT = Path("/")
@@ -54,7 +55,7 @@ class HostFacts:
 def facts() -> HostFacts:
     """Return the facts of this host, now."""
     return HostFacts(
-        name=socket.gethostname(),
+        name=node_name(),
         cpu=cpu_model(),
         cores=cores_granted(),
         memory_nbytes=memory_granted(),
