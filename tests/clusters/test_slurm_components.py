@@ -123,8 +123,13 @@ def test_the_script_of_a_job_of_two_kinds_is_shown(tmp_path: Path) -> None:
     assert "#SBATCH --partition=gpu\n" in first
     assert "#SBATCH --partition=gpu\n" in second
     assert "srun --het-group=0,1 " in second
+    plan = "`tutti plan --on slurm --request partition=gpu --output plan.json "
+    assert done.stderr.count(plan) == 1, "shares are equal unless a plan says otherwise"
     assert "[[slurm.components]] has 2 nodes; leave one out" in shown("--nnodes", "3").stderr
     assert "contradicts the hosts, which have 2,1 ranks" in shown("--nproc", "2").stderr
     assert "Slurm has no arrays of heterogeneous jobs" in shown("--dry-run", "--array", "0-1").stderr
     (tmp_path / "tutti.toml").write_text(COMPONENTS.replace("ranks = 2\n", ""))
     assert "only some have `ranks`; give all of them one, or none" in shown().stderr
+    equal = "[slurm]\ngpus = 2\n[[slurm.components]]\nranks = 2\n[[slurm.components]]\nranks = 2\ngpus = 2\n"
+    (tmp_path / "tutti.toml").write_text(equal)
+    assert shown("--dry-run").stderr == "", "components that ask for the same are nodes of one kind"
