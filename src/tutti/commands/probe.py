@@ -195,7 +195,7 @@ def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
     try:
         with _progress(world.is_main) as say:
             effort = QUICK if options.quick else FULL
-            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
+            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say, host=node_name())
             cluster = _with_disk(cluster, world.gather(_disk(options) if world.local_rank == 0 else None))
             hosts = world.gather(node_name())
     finally:
