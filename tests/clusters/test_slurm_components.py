@@ -1,6 +1,7 @@
 """Heterogeneous jobs, and tasks with a GPU of their own, on a real Slurm that counts files as GPUs."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ constraint = "old"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    with own_slurm(scheduler="backfill", gpus=2) as environment:
-        yield environment
+    with own_slurm(scheduler="backfill", gpus=2, types=("a100", "t4")) as environment:
+        yield {**environment, "XDG_CACHE_HOME": f"{environment['XDG_STATE_HOME']}/cache"}
 
 
 @needs_slurm
@@ -77,6 +78,98 @@ def test_a_job_of_two_kinds_of_nodes_trains_stops_and_goes_on(tmp_path: Path, cl
     assert code == 0, err
     code, _, err = tutti(tmp_path, cluster, "attach", "run")
     assert code == 75, err + log()
+
+
+WIDE = """\
+import sys, torch, tutti
+from torch import nn
+job = tutti.Job(global_batch_size=96, seed=0)
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+samples = torch.utils.data.TensorDataset(torch.randn(192, 1024), torch.randn(192, 1024))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = job.prepare(model, optimizer, samples, nn.functional.mse_loss)
+for epoch in job.epochs(2):
+    for batch in loader:
+        print("share", len(batch[0]), flush=True)
+        job.step(batch)
+"""
+
+KINDS = """
+[hardware]
+gpus = { a100 = "A100-SXM4-80GB", t4 = "T4" }
+links = "nvlink3,8*ib-hdr"
+[[slurm.components]]
+ranks = 1
+gpus = "t4:1"
+[[slurm.components]]
+ranks = 2
+gpus = "a100:2"
+"""
+
+
+def shares_of(run: Path) -> list[int]:
+    """The samples of each rank in the first step."""
+    logs = [(run / f"ranks/{rank}/stdout.log").read_text() for rank in range(3)]
+    return [int(re.findall(r"^share (\d+)$", log, re.MULTILINE)[0]) for log in logs]
+
+
+def losses(run: Path) -> list[float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.long
+@needs_slurm
+@pytest.mark.slow
+def test_a_job_of_two_kinds_trains_by_the_plan_that_slurm_was_asked_for(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    (tmp_path / "tutti.toml").write_text(KINDS)
+    (tmp_path / "train.py").write_text(WIDE)
+    code, out, err = tutti(
+        tmp_path, cluster, "plan", "--on", "slurm", "--data-parallel", "--output", "p.json", "train.py"
+    )
+    assert code == 0, err
+    assert "tutti run --on slurm --nnodes 2 --nproc 1,2 --plan p.json train.py" in out
+    share = json.loads((tmp_path / "p.json").read_text())["shares"]
+    assert share[0] < 0.8 < share[1] == share[2] == 1.0, "the first node is the one with the T4"
+    words = ("run", "--on", "slurm", "--no-predict", "--no-progress")
+    code, _, err = tutti(tmp_path, cluster, *words, "--folder", "planned", "--plan", "p.json", "train.py")
+    assert code == 0, err
+    assert "equal shares" not in err
+    assert state(tmp_path, cluster, "planned")["nodes"] == "n1,n0"
+    sizes = shares_of(tmp_path / "planned")
+    assert sum(sizes) == 96
+    assert all(abs(size - 96 * part / sum(share)) <= 1 for size, part in zip(sizes, share, strict=True))
+    code, _, err = tutti(tmp_path, cluster, *words, "--folder", "equal", "train.py")
+    assert code == 0, err
+    assert err.count("all of its ranks get equal shares") == 1
+    assert shares_of(tmp_path / "equal") == [32, 32, 32]
+    assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "equal"), rel=1e-5)
+
+
+@pytest.mark.long
+@needs_slurm
+@pytest.mark.slow
+def test_the_nodes_of_a_job_of_two_kinds_are_measured_together(tmp_path: Path, cluster: dict[str, str]) -> None:
+    (tmp_path / "tutti.toml").write_text(KINDS)
+    (tmp_path / "train.py").write_text(WIDE)
+    code, _, err = tutti(tmp_path, cluster, "probe", "--on", "slurm", "--quick", "--no-plot")
+    assert code == 0, err
+    measured = json.loads((tmp_path / "cluster.json").read_text())
+    assert measured["conditions"]["hosts"] == ["n1", "n0"], "in the order of the components"
+    assert sum(node["count"] for node in measured["nodes"]) == 2
+    assert {link["tier"] for link in measured["links"]} == {"node", "network"}
+    words = ("plan", "--on", "slurm", "--data-parallel", "--json", "--output", "p.json", "train.py")
+    code, out, err = tutti(tmp_path, cluster, *words)
+    assert code == 0, err
+    (pool,) = json.loads(out)["pools"]
+    assert pool["nproc"] == [1, 2]
+    assert pool["notes"][0].startswith("measured on n1, n0 at 20")
+    words = ("run", "--on", "slurm", "--no-progress", "--folder", "run", "--plan", "p.json", "train.py")
+    code, _, err = tutti(tmp_path, cluster, *words)
+    assert code == 0, err
+    assert (tmp_path / "run/prediction.json").exists(), "the job finds what was measured of its nodes"
 
 
 @pytest.mark.long
