@@ -35,7 +35,7 @@ NodeName=v3 CPUTot=40 ActiveFeatures=ib Gres=gpu:v100:2 RealMemory=250000 State=
 """
 
 OLD = {"nodes": 2, "ranks": 1, "partition": "old", "gpus": "v100:2"}
-NEW = {"gpus": "a100:2"}
+NEW = {"partition": "gpu", "gpus": "a100:2"}
 
 HARDWARE = '[hardware]\ngpus = { v100 = "V100-SXM2-16GB", a100 = "A100-SXM4-40GB" }\n'
 
@@ -71,12 +71,12 @@ def planned(*components: dict[str, Any], **given: Any) -> Planned:
 
 
 def test_the_nodes_of_each_component_are_those_that_it_may_get() -> None:
-    old, new, cores = slurm.Slurm().requests({"time": "1h", "components": [OLD, NEW, {"ranks": 3, "nodelist": "m1"}]})
-    assert [(each.name, each.count, each.ranks, each.pool.name) for each in (old, new, cores)] == [
-        ("component 1", 2, 1, "old"),
-        ("component 2", 1, None, "gpu"),
-        ("component 3", 1, 3, "gpu"),
-    ]
+    cores, old, new = slurm.Slurm().requests({"time": "1h", "components": [{"ranks": 3, "nodelist": "m1"}, OLD, NEW]})
+    assert [(each.name, each.count, each.ranks, each.pool.name) for each in (cores, old, new)] == [
+        ("component 1", 1, 3, "gpu"),
+        ("component 2", 2, 1, "old"),
+        ("component 3", 1, None, "gpu"),
+    ], "without a partition it is the default one"
     assert [(node.name, node.gpus, node.gpu, node.cores) for node in old.pool.nodes] == [
         ("v1", 2, "v100", 40),
         ("v2", 2, "v100", 40),
@@ -175,14 +175,23 @@ def test_measurements_of_the_nodes_count_for_their_components(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("components", "given", "said"),
     [
-        ([OLD, {"gpus": "zx81:2", "ranks": 2}], {}, 'component 2 (gpu): GPUs called "zx81" are not known; name their'),
-        ([OLD, {"gpus": 2, "ranks": 2}], {}, "component 2 (gpu) may get nodes of several kinds (1 node of 2 a100"),
+        (
+            [OLD, {"partition": "gpu", "gpus": "zx81:2", "ranks": 2}],
+            {},
+            'component 2 (gpu): GPUs called "zx81" are not known; name their',
+        ),
+        (
+            [OLD, {"partition": "gpu", "gpus": 2, "ranks": 2}],
+            {},
+            "component 2 (gpu) may get nodes of several kinds (1 node of 2 a100",
+        ),
         ([OLD | {"nodes": 3}], {}, "component 1 (old) asks for 3 nodes, and it has 2 such nodes (v3: down, not resp"),
         ([NEW, {"partition": "old"}], {}, "component 2 (old) asks for no GPUs, so its ranks are not known"),
-        ([OLD, {"ranks": 2, "nodelist": "a1"}], {}, "component 2 (gpu): how fast its cores are is not known; measure"),
+        ([{"ranks": 2, "nodelist": "a1"}, OLD], {}, "component 1 (gpu): how fast its cores are is not known; measure"),
         ([OLD | {"ranks": 3}], {}, "component 1 (old) has 3 ranks and 2 GPUs per node; give each rank one"),
         ([OLD | {"partition": "shut"}], {}, "component 1 (shut): its state is DOWN"),
         ([OLD, NEW], {}, "only some have `ranks`"),
+        ([OLD, {"gpus": 1}], {}, "component 2 of [[slurm.components]] has no partition, and Slurm would give it old"),
         ([OLD], {"links": None}, "component 1 (old): what joins the 2 GPUs of a node is not known"),
         ([OLD], {"links": "nvlink3"}, "component 1 (old): what joins its nodes is not known"),
         ([OLD | {"partition": "none"}], {}, "Slurm has no partition 'none'"),
@@ -202,8 +211,8 @@ def test_jobs_that_cannot_be_planned(components: list[dict[str, Any]], given: di
 
 def test_a_component_without_partition_needs_a_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PARTITIONS", PARTITIONS.replace("Default=YES", "Default=NO"))
-    with pytest.raises(LaunchError, match=r"component 2 of .* has no partition, and Slurm has no"):
-        slurm.Slurm().requests({"components": [OLD, NEW]})
+    with pytest.raises(LaunchError, match=r"component 1 of .* has no partition, and Slurm has no"):
+        slurm.Slurm().requests({"components": [{"gpus": 1}, OLD]})
 
 
 def test_a_command_on_the_nodes_of_a_job_is_one_step_over_its_components(
@@ -221,7 +230,7 @@ def test_a_command_on_the_nodes_of_a_job_is_one_step_over_its_components(
 
     command = slurm.Slurm().command_on_nodes
     first = ["--nodes=2", "--ntasks-per-node=1", "--ntasks=2", "--gpus-per-node=v100:2", "--partition=old"]
-    second = ["--nodes=1", "--ntasks-per-node=2", "--ntasks=2", "--gpus-per-node=a100:2"]
+    second = ["--nodes=1", "--ntasks-per-node=2", "--ntasks=2", "--gpus-per-node=a100:2", "--partition=gpu"]
     assert options(lambda: command(["probe"], 3, None, settings)) == [first, second]
     assert [words[:2] for words in answering] == [("srun", "--test-only")] * 2, "each part is tried first"
     assert [part[1] for part in options(lambda: command(["probe"], 3, 4, settings))] == ["--ntasks-per-node=4"] * 2

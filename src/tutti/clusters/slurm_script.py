@@ -23,6 +23,9 @@ LOG_OF_ARRAY = "%a/slurm-%A_%a.out"
 MOST_REQUEUES = 1000
 """How often a job that stops with a checkpoint goes on by itself at most."""
 
+_INHERITED = ("partition", "account", "qos", "reservation", "exclude")
+"""What a component of a heterogeneous job has from the one before it, unless it says another."""
+
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\"`$\\]*$")]
 
 
@@ -91,11 +94,23 @@ def read_settings(given: Mapping[str, Any]) -> SlurmSettings:
 
 
 def components_of(settings: SlurmSettings) -> list[tuple[SlurmSettings, SlurmComponent]]:
-    """Return the components of a heterogeneous job, each with the settings that hold for its nodes."""
-    return [
-        (settings.model_copy(update=each.model_dump(exclude={"nodes", "ranks"}, exclude_none=True)), each)
-        for each in settings.components
-    ]
+    """Return the components of a heterogeneous job, each with the settings that hold for its nodes.
+
+    Raises:
+        LaunchError: a component lacks a setting that Slurm would take from the one before it.
+    """
+    found: list[tuple[SlurmSettings, SlurmComponent]] = []
+    for number, each in enumerate(settings.components, 1):
+        own = settings.model_copy(update=each.model_dump(exclude={"nodes", "ranks"}, exclude_none=True))
+        for name in _INHERITED if found else ():
+            before = getattr(found[-1][0], name)
+            if getattr(own, name) is None and before is not None:
+                raise LaunchError(
+                    f"component {number} of [[slurm.components]] has no {name}, and Slurm would give it {before}, that "
+                    "of the one before; name one for it, or put it before those that have one"
+                )
+        found.append((own, each))
+    return found
 
 
 def batch_script(request: JobRequest) -> str:
