@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import tutti
+from tutti.cli.pool_view import run_there
 from tutti.clusters import slurm
+from tutti.commands.plan_options import PlanOptions
 from tutti.commands.planned import Planned
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, Conditions, GemmRate
@@ -116,6 +118,8 @@ def test_a_plan_keeps_the_order_of_the_components_and_gives_fast_ranks_more(tmp_
     (pool,) = found.pools
     assert (pool.nproc, pool.gpus) == ((1, 1, 2) if slow_first else (2, 1, 1), False)
     assert pool.pool == ("old + gpu" if slow_first else "gpu + old")
+    words = f"tutti run --on slurm --nnodes 3 --nproc {'1,1,2' if slow_first else '2,1,1'} --plan p.json SCRIPT"
+    assert run_there(pool, PlanOptions(on="slurm", output=Path("p.json"))) == words, "the components say the rest"
     shares = found.plan.shares if slow_first else found.plan.shares[::-1]
     assert len(shares) == 4
     assert shares[0] == shares[1] < 0.8 < shares[2] == shares[3] == 1.0, "the last two ranks are the A100s"

@@ -87,6 +87,14 @@ def test_a_job_fixes_the_ranks_of_all_nodes_or_of_none() -> None:
         serialization.from_data(ClusterSpec, data)
 
 
+def test_a_job_gives_each_host_its_ranks() -> None:
+    cluster = serialization.from_data(ClusterSpec, written())
+    unequal = cluster.with_ranks([4, 2])
+    assert [(node.name, node.count, node.ranks) for node in unequal.nodes] == [("host", 1, 4), ("host, host 1", 1, 2)]
+    assert [(node.count, node.ranks) for node in cluster.with_ranks([3, 3]).nodes] == [(2, 3)]
+    assert cluster.with_ranks([4, 5]) == cluster.with_ranks([4]) == cluster, "it has other hosts than the job"
+
+
 def test_bits_are_told_from_bytes_by_more_than_a_capital() -> None:
     assert (
         parse_quantity("12.5 GB/s", BYTES_PER_S)

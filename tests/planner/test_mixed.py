@@ -91,6 +91,24 @@ def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
     assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
 
 
+def test_a_job_keeps_its_order_and_all_of_its_ranks() -> None:
+    """The same machines as above, but in a job that gives each node its ranks: none stays idle, and none is moved."""
+    slow = {"peak_flops_per_s": {"float32": 1e9}, "memory_bandwidth_bytes_per_s": 1e9}
+    machines = two(slow, {}, each=2)
+    nodes = tuple(dataclasses.replace(node, ranks=ranks) for node, ranks in zip(machines.nodes, (1, 2), strict=True))
+    job = dataclasses.replace(machines, nodes=nodes)
+    request = PlanRequest(script=plan(BATCH), scope="all", keep_microbatches=True)
+    choice = choose(mlp(2048, 2), job, request)
+    assert (choice.best.world_size, choice.nodes) == (3, ())
+    first, second = machines.nodes
+    by_hand = dataclasses.replace(machines, nodes=(dataclasses.replace(first, devices_per_node=1), second))
+    assert choice.prediction == predict(mlp(2048, 2), by_hand, choice.best)
+    with pytest.raises(PlanError, match="--nproc asks for 2 ranks, and the nodes of the job have 3; leave it out"):
+        choose(mlp(2048, 2), job, dataclasses.replace(request, degree=2))
+    with pytest.raises(PlanError, match="--mesh asks for 4 ranks, and the nodes of the job have 3"):
+        choose(mlp(2048, 2), job, dataclasses.replace(request, mesh={"replicate": 4}))
+
+
 def three() -> ClusterSpec:
     """Return three kinds of nodes: the fastest, the one that does its work with least money and power, the largest."""
     kinds = {

@@ -1,7 +1,7 @@
 """ClusterSpec: the machines, measured by `tutti probe` or written down from data sheets."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -523,6 +523,27 @@ class ClusterSpec:
     @property
     def device_count(self) -> int:
         return sum(node.count * node.devices_per_node for node in self.nodes)
+
+    def with_ranks(self, ranks: Sequence[int]) -> "ClusterSpec":
+        """Return the cluster with the ranks that a job gives to each host; unchanged where they do not fit its hosts.
+
+        Args:
+            ranks: of each host, in the order of the nodes.
+        """
+        hosts = [node for node in self.nodes for _ in range(node.count)]
+        nodes = list[NodeSpec]()
+        if len(hosts) != len(ranks):
+            return self
+        for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
+            if count > host.devices_per_node and self.devices[host.device].kind != "cpu":
+                return self
+            last = nodes[-1] if nodes else None
+            if last is not None and number and host is hosts[number - 1] and last.ranks == count:
+                nodes[-1] = replace(last, count=last.count + 1)
+                continue
+            name = host.name if all(node.name != host.name for node in nodes) else f"{host.name}, host {number}"
+            nodes.append(replace(host, name=name, count=1, ranks=count))
+        return replace(self, nodes=tuple(nodes))
 
     @property
     def fixed_ranks(self) -> int | None:
