@@ -1,7 +1,6 @@
 """Jobs of several kinds of nodes: what Slurm says of them, and plans that keep the job's order of nodes and ranks."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tutti.toml").write_text(HARDWARE)
-    for name in ("SLURM_JOB_ID", "SLURM_HET_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return asked
 
 
@@ -195,7 +193,12 @@ def test_measurements_of_the_nodes_count_for_their_components(tmp_path: Path) ->
         ([OLD | {"ranks": 3}], {}, "component 1 (old) has 3 ranks and 2 GPUs per node; give each rank one"),
         ([OLD | {"partition": "shut"}], {}, "component 1 (shut): its state is DOWN"),
         ([OLD, NEW], {}, "only some have `ranks`"),
-        ([OLD, {"gpus": 1}], {}, "component 2 of [[slurm.components]] has no partition, and Slurm would give it old"),
+        ([OLD, OLD | {"gpus": "v100:1"}], {}, "the job asks for 4 nodes, and 2 serve it; ask for fewer"),
+        (
+            [OLD | {"exclude": "v1"}, NEW],
+            {},
+            "component 2 of [[slurm.components]] has no exclude, and Slurm would give it v1",
+        ),
         ([OLD], {"links": None}, "component 1 (old): what joins the 2 GPUs of a node is not known"),
         ([OLD], {"links": "nvlink3"}, "component 1 (old): what joins its nodes is not known"),
         ([OLD | {"partition": "none"}], {}, "Slurm has no partition 'none'"),
@@ -224,23 +227,28 @@ def test_a_command_on_the_nodes_of_a_job_is_one_step_over_its_components(
 ) -> None:
     settings = {"python": "python3", "components": [OLD, NEW | {"ranks": 2}]}
 
-    def options(of: Callable[[], list[str]]) -> list[list[str]]:
-        command = of()
-        middle = command.index(":")
-        parts = [command[1:middle], command[middle + 1 :]]
-        assert [part[-3:-1] for part in parts] == [["bash", "-c"]] * 2
-        assert all(part[-1].endswith("python3 -m tutti.cli.main probe") for part in parts)
-        return [[word for word in part[:-3] if word != "--job-name=tutti"] for part in parts]
+    def parts(words: list[str]) -> list[list[str]]:
+        middle = words.index(":")
+        return [words[:middle], words[middle + 1 :]]
 
-    command = slurm.Slurm().command_on_nodes
-    first = ["--nodes=2", "--ntasks-per-node=1", "--ntasks=2", "--gpus-per-node=v100:2", "--partition=old"]
-    second = ["--nodes=1", "--ntasks-per-node=2", "--ntasks=2", "--gpus-per-node=a100:2", "--partition=gpu"]
-    assert options(lambda: command(["probe"], 3, None, settings)) == [first, second]
-    assert [words[:2] for words in answering] == [("srun", "--test-only")] * 2, "each part is tried first"
-    assert [part[1] for part in options(lambda: command(["probe"], 3, 4, settings))] == ["--ntasks-per-node=4"] * 2
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    assert options(lambda: command(["probe"], 3, None, settings)) == [
-        ["--het-group=0", *first],
-        ["--het-group=1", *second],
+    first, second = (
+        ["--nodes=2", "--ntasks-per-node=1", "--ntasks=2"],
+        ["--nodes=1", "--ntasks-per-node=2", "--ntasks=2"],
+    )
+    words = slurm.Slurm().command_on_nodes(["probe"], 3, None, settings)
+    step = words.index("srun")
+    assert words[:2] == ["salloc", "--quiet"], "tasks of srun alone do not learn which node has rank 0"
+    assert parts(words[2:step]) == [
+        ["--job-name=tutti", *first, "--gpus-per-node=v100:2", "--partition=old"],
+        ["--job-name=tutti", *second, "--gpus-per-node=a100:2", "--partition=gpu"],
     ]
+    steps = parts(words[step + 1 :])
+    assert [part[:-1] for part in steps] == [
+        ["--het-group=0", *first, "bash", "-c"],
+        ["--het-group=1", *second, "bash", "-c"],
+    ]
+    assert all(part[-1].endswith("python3 -m tutti.cli.main probe") for part in steps)
+    assert [asked[:2] for asked in answering] == [("srun", "--test-only")] * 2, "each part is tried first"
+    assert "--ntasks-per-node=4" in parts(slurm.Slurm().command_on_nodes(["probe"], 3, 4, settings))[0]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert slurm.Slurm().command_on_nodes(["probe"], 3, None, settings) == words[step:], "the nodes are there"

@@ -16,8 +16,8 @@ from tutti.clusters.slurm_script import (
     components_of,
     node_script,
     read_settings,
-    srun_requests,
-    srun_words,
+    step_requests,
+    step_words,
 )
 from tutti.config.safe_text import plain_text
 from tutti.environment import in_slurm_job
@@ -127,13 +127,12 @@ class Slurm:
         self, words: Sequence[str], nodes: int, tasks_per_node: int | None, settings: Mapping[str, Any]
     ) -> list[str]:
         read = read_settings(settings)
-        requests = srun_requests(read, nodes, tasks_per_node)
-        if not in_slurm_job():  # in an allocation that there is, srun asks for nothing new
-            for request in requests:
-                code, out, err = _ask("srun", "--test-only", *request, "true")
-                if code:
-                    raise LaunchError(_refusal(err or out))
-        return srun_words(requests, node_script(read, words))
+        requests, allocated = step_requests(read, nodes, tasks_per_node), in_slurm_job()
+        for request in () if allocated else requests:  # in an allocation that there is, srun asks for nothing new
+            code, out, err = _ask("srun", "--test-only", *request.all, "true")
+            if code:
+                raise LaunchError(_refusal(err or out))
+        return step_words(requests, node_script(read, words), allocated=allocated)
 
     def pools(self, settings: Mapping[str, Any]) -> tuple[NodePool, ...]:
         from tutti.clusters.slurm_resources import slurm_pools

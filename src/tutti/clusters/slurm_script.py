@@ -4,7 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from tutti.clusters.cluster_job import STAY_STOPPED, JobRequest
 from tutti.clusters.profile_file import read_cluster_settings
 from tutti.config.run_folder import RunFolder
-from tutti.environment import in_heterogeneous_job
 from tutti.errors import LaunchError
 
 LOG = "slurm-%j.out"
@@ -23,7 +22,7 @@ LOG_OF_ARRAY = "%a/slurm-%A_%a.out"
 MOST_REQUEUES = 1000
 """How often a job that stops with a checkpoint goes on by itself at most."""
 
-_INHERITED = ("partition", "account", "qos", "reservation", "exclude")
+_INHERITED = ("account", "qos", "reservation", "exclude", "mem")
 """What a component of a heterogeneous job has from the one before it, unless it says another."""
 
 Text = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\"`$\\]*$")]
@@ -245,8 +244,25 @@ def _same_options(settings: SlurmSettings, quoted: Callable[[str], str]) -> list
     return found
 
 
-def srun_requests(settings: SlurmSettings, nodes: int, tasks_per_node: int | None) -> list[list[str]]:
-    """Return the options by which srun asks for the nodes of a command, for each component of a heterogeneous job.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """The nodes of a command, or of a component of a heterogeneous job.
+
+    Attributes:
+        step: options of srun that say how often it starts the command, and where.
+        nodes: options that say which nodes are asked for.
+    """
+
+    step: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.step, *self.nodes)
+
+
+def step_requests(settings: SlurmSettings, nodes: int, tasks_per_node: int | None) -> list[StepRequest]:
+    """Return what is asked for a command on nodes, for each component of a heterogeneous job.
 
     Args:
         settings: of the job.
@@ -258,24 +274,35 @@ def srun_requests(settings: SlurmSettings, nodes: int, tasks_per_node: int | Non
     """
     counted = [(own, each.nodes, each.ranks) for own, each in components_of(settings)] or [(settings, nodes, None)]
     found = []
-    for number, (own, count, ranks) in enumerate(counted):
+    for own, count, ranks in counted:
         tasks = tasks_per_node or ranks or 1
-        asked = [f"--het-group={number}"] if in_heterogeneous_job() and settings.components else []
-        asked += [f"--nodes={count}", f"--ntasks-per-node={tasks}", f"--ntasks={count * tasks}"]
+        step = [f"--nodes={count}", f"--ntasks-per-node={tasks}", f"--ntasks={count * tasks}"]
         if own.cpus is not None:
-            asked.append(f"--cpus-per-task={max(1, own.cpus // tasks)}")
-        if own.time is not None:
-            asked.append(f"--time={_minutes(own.time, 0)}")
-        found.append([*asked, *_same_options(own, lambda text: text), *own.options])
+            step.append(f"--cpus-per-task={max(1, own.cpus // tasks)}")
+        asked = [] if own.time is None else [f"--time={_minutes(own.time, 0)}"]
+        asked += [*_same_options(own, lambda text: text), *own.options]
+        found.append(StepRequest(step=tuple(step), nodes=tuple(asked)))
     return found
 
 
-def srun_words(requests: Sequence[Sequence[str]], command: Sequence[str]) -> list[str]:
-    """Return the srun command that starts a command on the nodes of all requests, as one step."""
-    found: list[str] = []
-    for request in requests:
-        found += [*([":"] if found else []), "--job-name=tutti", *request, *command]
-    return ["srun", *found]
+def step_words(requests: Sequence[StepRequest], command: Sequence[str], *, allocated: bool) -> list[str]:
+    """Return the command of Slurm that starts a command on the nodes of all requests, as one step.
+
+    For components of a heterogeneous job, salloc asks for the nodes: only then do tasks learn which node has rank 0.
+
+    Args:
+        requests: the nodes.
+        command: what is started.
+        allocated: whether this process runs inside an allocation.
+    """
+    if len(requests) == 1:
+        return ["srun", "--job-name=tutti", *requests[0].all, *command]
+    asked, steps = list[str](), list[str]()
+    for number, request in enumerate(requests):
+        between = [":"] if number else []
+        asked += [*between, "--job-name=tutti", *request.all]
+        steps += [*between, f"--het-group={number}", *request.step, *command]
+    return [*([] if allocated else ["salloc", "--quiet", *asked]), "srun", *steps]
 
 
 def node_script(settings: SlurmSettings, words: Sequence[str]) -> list[str]:

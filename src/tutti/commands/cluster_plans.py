@@ -154,6 +154,9 @@ def _job_offer(on: str, requests: tuple[NodeRequest, ...], facts: HardwareFacts)
     try:
         for each in requests:
             _check_request(each)
+        count = sum(each.count for each in requests)
+        if count > len(nodes):  # components of a job have no node in common
+            raise PlanError(f"the job asks for {count} nodes, and {len(nodes)} serve it; ask for fewer")
         machines, notes = _measured_job(requests, facts) or _job_by_data_sheets(on, requests, facts)
     except (SpecError, PlanError) as error:
         return replace(found, reason=str(error))
