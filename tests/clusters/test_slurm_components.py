@@ -80,15 +80,16 @@ def test_a_job_of_two_kinds_of_nodes_trains_stops_and_goes_on(tmp_path: Path, cl
     assert code == 75, err + log()
 
 
-WIDE = """\
-import sys, torch, tutti
+IMAGES = """\
+import torch, tutti
 from torch import nn
-job = tutti.Job(global_batch_size=96, seed=0)
-model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
-samples = torch.utils.data.TensorDataset(torch.randn(192, 1024), torch.randn(192, 1024))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer, loader = job.prepare(model, optimizer, samples, nn.functional.mse_loss)
-for epoch in job.epochs(2):
+job = tutti.Job(global_batch_size=48, seed=0)
+layers = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), *(nn.Conv2d(64, 64, 3, padding=1) for _ in range(3))]
+model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32 * 32, 10))
+samples = torch.utils.data.TensorDataset(torch.randn(96, 3, 32, 32), torch.randint(10, (96,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = job.prepare(model, optimizer, samples, nn.functional.cross_entropy)
+for epoch in job.epochs(1):
     for batch in loader:
         print("share", len(batch[0]), flush=True)
         job.step(batch)
@@ -125,7 +126,7 @@ def test_a_job_of_two_kinds_trains_by_the_plan_that_slurm_was_asked_for(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
     (tmp_path / "tutti.toml").write_text(KINDS)
-    (tmp_path / "train.py").write_text(WIDE)
+    (tmp_path / "train.py").write_text(IMAGES)
     code, out, err = tutti(
         tmp_path, cluster, "plan", "--on", "slurm", "--data-parallel", "--output", "p.json", "train.py"
     )
@@ -139,12 +140,12 @@ def test_a_job_of_two_kinds_trains_by_the_plan_that_slurm_was_asked_for(
     assert "equal shares" not in err
     assert state(tmp_path, cluster, "planned")["nodes"] == "n1,n0"
     sizes = shares_of(tmp_path / "planned")
-    assert sum(sizes) == 96
-    assert all(abs(size - 96 * part / sum(share)) <= 1 for size, part in zip(sizes, share, strict=True))
+    assert sum(sizes) == 48
+    assert all(abs(size - 48 * part / sum(share)) <= 1 for size, part in zip(sizes, share, strict=True))
     code, _, err = tutti(tmp_path, cluster, *words, "--folder", "equal", "train.py")
     assert code == 0, err
     assert err.count("all of its ranks get equal shares") == 1
-    assert shares_of(tmp_path / "equal") == [32, 32, 32]
+    assert shares_of(tmp_path / "equal") == [16, 16, 16]
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "equal"), rel=1e-5)
 
 
@@ -153,7 +154,7 @@ def test_a_job_of_two_kinds_trains_by_the_plan_that_slurm_was_asked_for(
 @pytest.mark.slow
 def test_the_nodes_of_a_job_of_two_kinds_are_measured_together(tmp_path: Path, cluster: dict[str, str]) -> None:
     (tmp_path / "tutti.toml").write_text(KINDS)
-    (tmp_path / "train.py").write_text(WIDE)
+    (tmp_path / "train.py").write_text(IMAGES)
     code, _, err = tutti(tmp_path, cluster, "probe", "--on", "slurm", "--quick", "--no-plot")
     assert code == 0, err
     measured = json.loads((tmp_path / "cluster.json").read_text())
