@@ -152,6 +152,7 @@ def test_a_job_of_two_kinds_trains_by_the_plan_that_slurm_was_asked_for(
 @pytest.mark.long
 @needs_slurm
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two nodes of one machine measure in turns
 def test_the_nodes_of_a_job_of_two_kinds_are_measured_together(tmp_path: Path, cluster: dict[str, str]) -> None:
     (tmp_path / "tutti.toml").write_text(KINDS)
     (tmp_path / "train.py").write_text(IMAGES)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from cost_model.examples import gpu, linear, link, mlp, plan
+from cost_model.examples import cpu, gpu, linear, link, mlp, plan
 from planner.machines import cards, own_links
 from planner.test_meshes import gpt
 from tutti.config.cluster import ClusterSpec, NodeSpec
@@ -107,6 +107,17 @@ def test_a_job_keeps_its_order_and_all_of_its_ranks() -> None:
         choose(mlp(2048, 2), job, dataclasses.replace(request, degree=2))
     with pytest.raises(PlanError, match="--mesh asks for 4 ranks, and the nodes of the job have 3"):
         choose(mlp(2048, 2), job, dataclasses.replace(request, mesh={"replicate": 4}))
+
+
+def test_ranks_that_share_a_host_get_less_than_one_that_has_its_own() -> None:
+    """One kind of device, and layers for which factors of gradients may pay: shares do not disturb that question."""
+    node = NodeSpec(name="a", device="cpu", memory_nbytes=2**36, ranks=1)
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e11))
+    nodes = (node, dataclasses.replace(node, name="b", ranks=2))
+    job = ClusterSpec(name="job", devices={"cpu": cpu(name="cpu")}, nodes=nodes, links=links)
+    choice = choose(mlp(4096, 2), job, PlanRequest(script=plan(BATCH), keep_microbatches=True))
+    alone, *sharing = choice.best.shares
+    assert 1.0 == alone > 0.8 > sharing[0] == sharing[1]
 
 
 def three() -> ClusterSpec:
