@@ -73,12 +73,12 @@ def component_nodes(ask: Ask, components: Sequence[ComponentChoice]) -> tuple[No
     partitions, nodes, found = _partitions(ask), _nodes(ask), list[NodeRequest]()
     for number, component in enumerate(components, 1):
         choice = component.choice
-        if choice.partition is None and not any(fields.get("Default") == "YES" for fields in partitions):
+        if choice.partition is None and not any(map(_is_default, partitions)):
             raise LaunchError(
                 f"component {number} of [[slurm.components]] has no partition, and Slurm has no default one; name one "
                 "with partition"
             )
-        wanted = _wanted(partitions, choice) if choice.partition is not None else partitions[:1]
+        wanted = _wanted(partitions, choice) if choice.partition is not None else list(filter(_is_default, partitions))
         pools = [_pool(fields, nodes, choice, _chosen_names(ask, choice)) for fields in wanted]
         pool = pools[0] if len(pools) == 1 else _either(pools)
         if choice.gpus is None:
@@ -104,9 +104,12 @@ def _either(pools: Sequence[NodePool]) -> NodePool:
 
 
 def _partitions(ask: Ask) -> list[dict[str, str]]:
-    """Return what Slurm says of each partition, of the default one first."""
-    lines = ask("scontrol", "--oneliner", "show", "partition").splitlines()
-    return sorted(map(_fields, filter(None, lines)), key=lambda fields: fields.get("Default") != "YES")
+    """Return what Slurm says of each partition."""
+    return [_fields(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
+
+
+def _is_default(partition: Mapping[str, str]) -> bool:
+    return partition.get("Default") == "YES"
 
 
 def _nodes(ask: Ask) -> dict[str, dict[str, str]]:
@@ -116,7 +119,7 @@ def _nodes(ask: Ask) -> dict[str, dict[str, str]]:
 
 
 def _wanted(partitions: Sequence[Mapping[str, str]], settings: NodeChoice) -> list[Mapping[str, str]]:
-    """Return the partitions that the settings name, or all of them.
+    """Return the partitions that the settings name, or all of them, the default one first.
 
     Raises:
         LaunchError: Slurm has no such partition.
@@ -126,7 +129,8 @@ def _wanted(partitions: Sequence[Mapping[str, str]], settings: NodeChoice) -> li
     missing = [name for name in wanted or () if name not in known]
     if missing:
         raise LaunchError(f"Slurm has no partition {missing[0]!r}; it has {', '.join(known) or 'none'}")
-    return [fields for fields in partitions if wanted is None or fields["PartitionName"] in wanted]
+    found = [fields for fields in partitions if wanted is None or fields["PartitionName"] in wanted]
+    return sorted(found, key=lambda fields: not _is_default(fields))
 
 
 def _fields(line: str) -> dict[str, str]:
