@@ -98,7 +98,7 @@ def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
     return gather_values(value, group)
 
 
-def _facts(device: torch.device, host_name: str) -> RankFacts:
+def _facts(device: torch.device, host_name: str = "") -> RankFacts:
     host = host_facts.facts(host_name)
     if device.type == "cpu":
         return RankFacts(
