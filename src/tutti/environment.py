@@ -317,6 +317,11 @@ def in_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_JOB_ID" in environ
 
 
+def in_heterogeneous_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process runs inside a heterogeneous allocation of Slurm."""
+    return _number(environ, "SLURM_HET_SIZE", 1) > 1
+
+
 def slurm_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of nodes of the Slurm step that this process is a task of, and this node's; (1, 0) outside."""
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
@@ -350,9 +355,25 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what Slurm calls the node on which this process runs as a task; the host's name elsewhere."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def slurm_node_names(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the names of the nodes of this process' Slurm step, or else of its allocation; none outside of Slurm."""
-    return expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    listed = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    return _nodes_by_component(environ, listed) or listed
+
+
+def _nodes_by_component(environ: Mapping[str, str], listed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return nodes of a heterogeneous job in the order of its components; lists of Slurm have them sorted by name.
+
+    It is empty in other jobs, and where srun itself has asked for the nodes, which then tells of no component.
+    """
+    groups = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(_number(environ, "SLURM_HET_SIZE", 0))]
+    nodes = [node for group in groups for node in expand_hostlist(environ.get(group, ""))]
+    return tuple(node for node in nodes if node in listed) if set(listed) <= set(nodes) else ()
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
@@ -383,8 +404,13 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Return this node's entry in the step's list of tasks ("2(x3),1" means 2, 2, 2, 1); 0 if unknown."""
-    node = _number(environ, "SLURM_NODEID", 0)
+    """Return this node's entry in the step's list of tasks ("2(x3),1" means 2, 2, 2, 1); 0 if unknown.
+
+    In a heterogeneous job, nodes are numbered by component, and the list is in the order of their names.
+    """
+    names = expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
+    name = environ.get("SLURMD_NODENAME", "")
+    node = names.index(name) if name in names else _number(environ, "SLURM_NODEID", 0)
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, repeat = entry.rstrip(")").partition("(x")
         node -= int(repeat) if repeat.isdigit() else 1
@@ -450,8 +476,16 @@ def _mpi_job(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_host(environ: Mapping[str, str]) -> str:
-    """Return the first host of the step's node list ("n[3-6,9]" -> "n3") if it resolves, else srun's host."""
+    """Return the first host of the step's node list ("n[3-6,9]" -> "n3") if it resolves, else srun's host.
+
+    In a heterogeneous job it is the first of the first component; empty where the components are not told.
+    """
     name = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    if in_heterogeneous_job(environ):
+        listed = expand_hostlist(name)
+        name = ",".join(_nodes_by_component(environ, listed)) or ("" if len(listed) > 1 else name)
+        if not name:
+            return ""
     head, bracket, rest = name.partition("[")
     host = head + rest.replace("-", ",").replace("]", ",").split(",")[0] if bracket else name.split(",")[0]
     if "," in head:

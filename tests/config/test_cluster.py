@@ -61,6 +61,7 @@ def test_quantities_have_units_and_what_is_not_said_is_assumed() -> None:
         ({"device": {"memory_nbytes": 80.5}}, "memory_nbytes = 80.5 is not allowed"),
         ({"device": {"price_per_device_hour": -1}}, "price_per_device_hour = -1; give 0"),
         ({"node": {"count": 0}}, "count = 0"),
+        ({"node": {"ranks": 5}}, "node 'host' has 5 ranks and 4 devices; give each rank one"),
         ({"link": {"bandwidth_bytes_per_s": "100 Gb"}}, "'100 Gb' is not understood.*'100 Gbit/s'"),
         ({"link": {"bandwidth_bytes_per_s": -1.0}}, "the network link: bandwidth_bytes_per_s = -1"),
     ],
@@ -75,6 +76,23 @@ def test_kinds_of_nodes_have_names_of_their_own() -> None:
     data["nodes"] *= 2
     with pytest.raises(SpecError, match="2 kinds of nodes are named 'host'"):
         serialization.from_data(ClusterSpec, data)
+
+
+def test_a_job_fixes_the_ranks_of_all_nodes_or_of_none() -> None:
+    data = written(node={"ranks": 3})
+    assert serialization.from_data(ClusterSpec, data).fixed_ranks == 6
+    assert serialization.from_data(ClusterSpec, written()).fixed_ranks is None
+    data["nodes"] += [{**written()["nodes"][0], "name": "other"}]
+    with pytest.raises(SpecError, match="node 'other' has no ranks, and others have; give all of them ranks, or none"):
+        serialization.from_data(ClusterSpec, data)
+
+
+def test_a_job_gives_each_host_its_ranks() -> None:
+    cluster = serialization.from_data(ClusterSpec, written())
+    unequal = cluster.with_ranks([4, 2])
+    assert [(node.name, node.count, node.ranks) for node in unequal.nodes] == [("host", 1, 4), ("host, host 1", 1, 2)]
+    assert [(node.count, node.ranks) for node in cluster.with_ranks([3, 3]).nodes] == [(2, 3)]
+    assert cluster.with_ranks([4, 5]) == cluster.with_ranks([4]) == cluster, "it has other hosts than the job"
 
 
 def test_bits_are_told_from_bytes_by_more_than_a_capital() -> None:
@@ -116,6 +134,7 @@ FULL = ClusterSpec(
             host_link_bytes_per_s=1e9,
             copy_rates=(CopyRate(direction="to_host", pinned=True, bytes_per_s=1e9),),
             memory_bandwidth_bytes_per_s=1e9,
+            ranks=1,
         ),
     ),
     links=(LINK,),

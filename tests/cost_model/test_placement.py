@@ -95,6 +95,21 @@ def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
     ]
 
 
+def test_hosts_have_the_ranks_that_their_job_gives_them() -> None:
+    plain = cluster(count=2)
+    nodes = (replace_node(plain, name="a", ranks=2, count=1), replace_node(plain, name="b", ranks=1, count=2))
+    job = dataclasses.replace(plain, nodes=nodes)
+    placed = [(group.node.name, group.hosts, group.ranks_per_host, group.threads) for group in place_ranks(job, 4)]
+    assert placed == [("a", 1, 2, 2), ("b", 2, 1, 4)]
+    assert sum(group.ranks for group in place_ranks(job, 3)) == 3, "another plan than the job's is placed as ever"
+    few = dataclasses.replace(cards(), nodes=(replace_node(cards(), ranks=3),))
+    assert [(group.hosts, group.ranks_per_host) for group in place_ranks(few, 6)] == [(2, 3)]
+
+
+def replace_node(machines: ClusterSpec, **changes: Any) -> NodeSpec:
+    return dataclasses.replace(machines.nodes[0], **changes)
+
+
 def test_ring_takes_the_link_of_its_slowest_tier() -> None:
     both = cluster(count=2)
     assert ring_link(both, place_ranks(both, 4)).bandwidth_bytes_per_s == 1.25e8

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,12 @@ PartitionName=closed Nodes=u0 State=DOWN
 
 @contextmanager
 def slurm(
-    base: Path, *, scheduler: str = "builtin", gpus: int = 0, gpu_partitions: bool = False
+    base: Path,
+    *,
+    scheduler: str = "builtin",
+    gpus: int = 0,
+    types: Sequence[str] = (),
+    gpu_partitions: bool = False,
 ) -> Iterator[dict[str, str]]:
     """A running cluster; yields the environment in which srun finds it. All its daemons end with the context.
 
@@ -87,11 +92,12 @@ def slurm(
         base: a short path (sockets) that everybody may enter (munge insists).
         scheduler: "backfill" also starts heterogeneous jobs.
         gpus: that Slurm counts on each node, which are devices of no use.
+        types: what Slurm calls the GPUs of each node; it has no name for them if there are none.
         gpu_partitions: there are also partitions of `GPU_NODES`, and a node that is down.
     """
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        yield _up(base, daemons, scheduler, gpus, GPU_NODES if gpu_partitions else {})
+        yield _up(base, daemons, scheduler, gpus, types, GPU_NODES if gpu_partitions else {})
     finally:
         for daemon in reversed(daemons):
             with suppress(ProcessLookupError):
@@ -118,20 +124,28 @@ def own_slurm(**options: Any) -> Iterator[dict[str, str]]:
 
 
 def _up(
-    base: Path, daemons: list[subprocess.Popen[bytes]], scheduler: str, gpus: int, typed: Mapping[str, str]
+    base: Path,
+    daemons: list[subprocess.Popen[bytes]],
+    scheduler: str,
+    gpus: int,
+    types: Sequence[str],
+    typed: Mapping[str, str],
 ) -> dict[str, str]:
     host = socket.gethostname().partition(".")[0]
     names = [f"n{index}" for index in range(NODES)]
     ports = _free_ports(NODES + len(typed) + 2)
     lines = [CONFIGURATION.format(host=host, base=base, port=ports[0], scheduler=scheduler)]
     lines += ["GresTypes=gpu\n"] if gpus or typed else []
-    gres = f" Gres=gpu:{gpus}" if gpus else ""
-    for name, port in zip(names, ports[1:], strict=False):
+    for name, port, kind in zip(names, ports[1 : NODES + 1], types or [""] * NODES, strict=True):
+        gres = f" Gres=gpu:{kind}{':' if kind else ''}{gpus}" if gpus else ""
         lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4{gres} State=UNKNOWN\n")
     for (name, counted), port in zip(typed.items(), ports[NODES + 1 :], strict=False):
         lines.append(_GPU_LINES.format(name=name, host=host, port=port, gpus=counted))
     if gpus or typed:
-        found = [*_gpus_of_nodes(base, gpus), *(_gpus_of(base, name, counted) for name, counted in typed.items())]
+        found = [
+            *_gpus_of_nodes(base, gpus, types),
+            *(_gpus_of(base, name, counted) for name, counted in typed.items()),
+        ]
         (base / "gres.conf").write_text("".join(found))
     if typed:
         lines.append(_GPU_PARTITIONS.format(host=host, port=ports[-1]))
@@ -167,13 +181,14 @@ def _up(
     return {"SLURM_CONF": str(configuration)}
 
 
-def _gpus_of_nodes(base: Path, count: int) -> Iterator[str]:
+def _gpus_of_nodes(base: Path, count: int, types: Sequence[str]) -> Iterator[str]:
     """Make the files that Slurm counts as GPUs of each node; yield their lines of gres.conf."""
     for node in range(NODES):
         for gpu in range(count):
             file = base / f"gpu-{node}-{gpu}"  # Slurm gives jobs devices only; this is another /dev/null
             os.mknod(file, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-            yield f"NodeName=n{node} Name=gpu File={file}\n"
+            kind = f"Type={types[node]} " if types else ""
+            yield f"NodeName=n{node} Name=gpu {kind}File={file}\n"
 
 
 def _gpus_of(base: Path, name: str, counted: str) -> str:

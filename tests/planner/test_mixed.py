@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from cost_model.examples import gpu, linear, link, mlp, plan
+from cost_model.examples import cpu, gpu, linear, link, mlp, plan
 from planner.machines import cards, own_links
 from planner.test_meshes import gpt
 from tutti.config.cluster import ClusterSpec, NodeSpec
@@ -89,6 +89,35 @@ def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
     assert choice.prediction == predict(mlp(2048, 2), seated, choice.best)
     every = Plan(batch=choice.best.batch, mesh={"replicate": 4})
     assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
+
+
+def test_a_job_keeps_its_order_and_all_of_its_ranks() -> None:
+    """The same machines as above, but in a job that gives each node its ranks: none stays idle, and none is moved."""
+    slow = {"peak_flops_per_s": {"float32": 1e9}, "memory_bandwidth_bytes_per_s": 1e9}
+    machines = two(slow, {}, each=2)
+    nodes = tuple(dataclasses.replace(node, ranks=ranks) for node, ranks in zip(machines.nodes, (1, 2), strict=True))
+    job = dataclasses.replace(machines, nodes=nodes)
+    request = PlanRequest(script=plan(BATCH), scope="all", keep_microbatches=True)
+    choice = choose(mlp(2048, 2), job, request)
+    assert (choice.best.world_size, choice.nodes) == (3, ())
+    first, second = machines.nodes
+    by_hand = dataclasses.replace(machines, nodes=(dataclasses.replace(first, devices_per_node=1), second))
+    assert choice.prediction == predict(mlp(2048, 2), by_hand, choice.best)
+    with pytest.raises(PlanError, match="--nproc asks for 2 ranks, and the nodes of the job have 3; leave it out"):
+        choose(mlp(2048, 2), job, dataclasses.replace(request, degree=2))
+    with pytest.raises(PlanError, match="--mesh asks for 4 ranks, and the nodes of the job have 3"):
+        choose(mlp(2048, 2), job, dataclasses.replace(request, mesh={"replicate": 4}))
+
+
+def test_ranks_that_share_a_host_get_less_than_one_that_has_its_own() -> None:
+    """One kind of device, and layers for which factors of gradients may pay: shares do not disturb that question."""
+    node = NodeSpec(name="a", device="cpu", memory_nbytes=2**36, ranks=1)
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e11))
+    nodes = (node, dataclasses.replace(node, name="b", ranks=2))
+    job = ClusterSpec(name="job", devices={"cpu": cpu(name="cpu")}, nodes=nodes, links=links)
+    choice = choose(mlp(4096, 2), job, PlanRequest(script=plan(BATCH), keep_microbatches=True))
+    alone, *sharing = choice.best.shares
+    assert 1.0 == alone > 0.8 > sharing[0] == sharing[1]
 
 
 def three() -> ClusterSpec:

@@ -129,6 +129,11 @@ def test_equal_hosts_are_one_node_with_a_count() -> None:
     assert set(cluster.devices) == {"CPU, 4 cores", "CPU, 8 cores"}
 
 
+def test_nodes_are_in_the_order_of_their_ranks() -> None:
+    facts = [fact("a"), fact("b", cores=8), fact("c", cores=8), fact("d")]
+    assert [(node.name, node.count) for node in assemble(findings(facts)).nodes] == [("a", 1), ("b", 2), ("d", 1)]
+
+
 def test_gpus_of_a_host_are_counted_by_kind() -> None:
     facts = [fact("a", device="V100"), fact("a", device="V100"), fact("b", device="V100"), fact("c", device="T4")]
     cluster = assemble(findings(facts))
@@ -295,8 +300,9 @@ def test_hosts_with_devices_of_another_pace_are_nodes_of_their_own() -> None:
         measured_utc="2026-01-01T00:00:00Z",
     )
     assert [(node.name, node.device, node.count) for node in cluster.nodes] == [
-        ("a", "CPU, 4 cores", 2),
+        ("a", "CPU, 4 cores", 1),
         ("b", "CPU, 4 cores, slower", 1),
+        ("c", "CPU, 4 cores", 1),
     ]
     assert cluster.devices["CPU, 4 cores, slower"].peak_flops_per_s["float32"] == 1.5e9
     assert cluster.conditions is not None

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.environment import RENDEZVOUS_PORTS, RankEnvironment, read_launch_options, read_rank_environment
+from tutti.environment import (
+    RENDEZVOUS_PORTS,
+    RankEnvironment,
+    read_launch_options,
+    read_rank_environment,
+    slurm_node_names,
+)
 from tutti.errors import LaunchError, TuttiError
 
 
@@ -76,6 +82,27 @@ def test_a_node_name_that_does_not_resolve_gives_way_to_the_launching_host() -> 
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": "1",
     }  # fmt: skip
     assert read_rank_environment(environ).rendezvous.startswith("tcp://127.0.0.1:")
+
+
+def test_nodes_of_a_heterogeneous_job_are_in_the_order_of_its_components() -> None:
+    """As Slurm 22.05 has them: lists are sorted by name, and nodes are numbered by component."""
+    environ = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost", "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
+        "SLURM_STEP_NODELIST": "a[1-2],localhost", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NUM_TASKS": "5", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0",
+    }  # fmt: skip
+    first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost"}
+    second = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURMD_NODENAME": "a1"}
+    assert slurm_node_names(environ) == ("localhost", "a1", "a2")
+    ranks = [read_rank_environment({**environ, **one}) for one in (first, second)]
+    assert [rank.local_world_size for rank in ranks] == [1, 2]
+    assert ranks[0].rendezvous == ranks[1].rendezvous
+    assert ranks[0].rendezvous.startswith("tcp://localhost:"), "where rank 0 is"
+    of_srun = {name: value for name, value in environ.items() if "GROUP" not in name}
+    with pytest.raises(LaunchError, match="no MASTER_ADDR; export MASTER_ADDR"):
+        read_rank_environment({**of_srun, **second})
+    assert read_rank_environment({**of_srun, **second, "MASTER_ADDR": "localhost"}).rendezvous.startswith("tcp://local")
 
 
 def test_an_sbatch_script_without_srun_is_one_device() -> None:

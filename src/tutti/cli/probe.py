@@ -101,10 +101,10 @@ def command(on: str | None, requests: tuple[str, ...], hosts: str | None, send: 
 def _measure_on(on: str, options: ProbeOptions, requests: tuple[str, ...], hosts: str | None) -> int:
     """Measure nodes of a cluster, and return the exit code."""
     from tutti.clusters.cluster_job import NodeCommand
-    from tutti.commands.on_nodes import run_on_nodes, sends_to
+    from tutti.commands.on_nodes import names_ranks, run_on_nodes, sends_to
 
     sends = sends_to(on)
-    if options.nproc is None and on != "ssh":
+    if options.nproc is None and on != "ssh" and not names_ranks(on, requests):
         raise LaunchError(f"--on {on}: say how many ranks each node has: add --nproc N")
     if options.device is not None or options.show_parts:
         raise LaunchError(f"--on {on} measures nodes, and --device and --list measure nothing; leave one out")
@@ -113,7 +113,7 @@ def _measure_on(on: str, options: ProbeOptions, requests: tuple[str, ...], hosts
     own = replace(options, output=None, plot=None, as_json=False) if sends else options
     words = ("probe", *probe_words(own), *(("--send",) if sends else ()))
     asked = NodeCommand(words=words, nodes=options.nodes, nproc=options.nproc, numbered="--nodes")
-    done = run_on_nodes(asked, on=on, requests=requests, hosts=hosts, tasks_per_node=options.nproc or 1)
+    done = run_on_nodes(asked, on=on, requests=requests, hosts=hosts, tasks_per_node=options.nproc)
     if done.sent:
         _finish(options, kept(done.sent, done.nodes), options.output or Path("cluster.json"))
     return done.code

@@ -161,14 +161,14 @@ class NodeCommands(Protocol):
     """A scheduler that lets a command run on nodes and waits for it, as `tutti doctor --on NAME` needs."""
 
     def command_on_nodes(
-        self, words: Sequence[str], nodes: int, tasks_per_node: int, settings: Mapping[str, Any]
+        self, words: Sequence[str], nodes: int, tasks_per_node: int | None, settings: Mapping[str, Any]
     ) -> list[str]:
         """Return the command that asks for nodes, runs `tutti WORDS` there, and ends with it.
 
         Args:
             words: arguments of `tutti`.
             nodes: number of nodes.
-            tasks_per_node: how often it is started on each.
+            tasks_per_node: how often it is started on each; None for as many ranks as the settings name, or once.
             settings: the scheduler's own.
 
         Raises:

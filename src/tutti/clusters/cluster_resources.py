@@ -59,6 +59,50 @@ class NodePool:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """Nodes that a job of several kinds of nodes asks for, as one of its parts.
+
+    Attributes:
+        name: how messages call it, such as "component 2".
+        count: number of nodes.
+        ranks: on each of them; None for one on each GPU.
+        pool: from which it gets them; its nodes are those that serve it.
+    """
+
+    name: str
+    count: int
+    ranks: int | None
+    pool: NodePool
+
+
+@runtime_checkable
+class MixedJobs(Protocol):
+    """A scheduler whose settings may ask for nodes of several kinds in one job, as heterogeneous jobs of Slurm do."""
+
+    def kinds(self, settings: Mapping[str, Any]) -> int:
+        """Return how many different requests for nodes a job has; 0 if all of its nodes are asked for as one.
+
+        Args:
+            settings: the scheduler's own.
+
+        Raises:
+            LaunchError: a setting does not exist.
+        """
+        ...
+
+    def requests(self, settings: Mapping[str, Any]) -> tuple[NodeRequest, ...]:
+        """Return the requests of a job in the order of its nodes; none if all of its nodes are asked for as one.
+
+        Args:
+            settings: the scheduler's own.
+
+        Raises:
+            LaunchError: a setting does not exist, or the scheduler does not answer.
+        """
+        ...
+
+
 @runtime_checkable
 class NodeInventory(Protocol):
     """A scheduler that tells what its cluster has, as `tutti plan --on NAME` needs."""

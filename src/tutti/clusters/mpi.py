@@ -87,10 +87,10 @@ class Mpi:
         cancel_driver(job, "mpi")
 
     def command_on_nodes(
-        self, words: Sequence[str], nodes: int, tasks_per_node: int, settings: Mapping[str, Any]
+        self, words: Sequence[str], nodes: int, tasks_per_node: int | None, settings: Mapping[str, Any]
     ) -> list[str]:
         read = read_mpi_settings(settings)
-        task = {"directory": os.getcwd(), "arguments": list(words), "last": [], "tasks": tasks_per_node}
+        task = {"directory": os.getcwd(), "arguments": list(words), "last": [], "tasks": tasks_per_node or 1}
         job = _described(read, nodes, Path.cwd(), 10.0, task)
         number, name = tempfile.mkstemp(prefix="tutti-mpi-", suffix=".json")  # only this user reads it
         with os.fdopen(number, "w", encoding="utf-8") as file:

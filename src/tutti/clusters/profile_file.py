@@ -77,7 +77,7 @@ class ClusterProfile(BaseModel):
     """A whole tutti.toml. Schedulers of other packages have tables of their names, too.
 
     Attributes:
-        slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
+        slurm: settings of Slurm's jobs; see `tutti.clusters.slurm_script.SlurmSettings`.
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
         kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
         mpi: settings of runs by mpirun; see `tutti.clusters.mpi_hosts.MpiSettings`.

@@ -1,10 +1,10 @@
 """What Slurm's partitions have, from scontrol and sinfo: nodes, cores, memory, GPUs, states and time limits."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tutti.clusters.cluster_resources import ClusterNode, NodePool
+from tutti.clusters.cluster_resources import ClusterNode, NodePool, NodeRequest
 from tutti.config.safe_text import plain_text
 from tutti.environment import expand_hostlist
 from tutti.errors import LaunchError
@@ -12,7 +12,7 @@ from tutti.errors import LaunchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
-    """The settings of a job that narrow on which nodes it may run; see `tutti.clusters.slurm.SlurmSettings`."""
+    """The settings of a job that narrow on which nodes it may run; see `tutti.clusters.slurm_script.SlurmSettings`."""
 
     partition: str | None = None
     account: str | None = None
@@ -44,21 +44,93 @@ def slurm_pools(ask: Ask, settings: NodeChoice) -> tuple[NodePool, ...]:
     Raises:
         LaunchError: Slurm does not answer, or has no such partition or reservation.
     """
-    partitions = [_fields(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
+    partitions, nodes = _partitions(ask), _nodes(ask)
+    chosen = _chosen_names(ask, settings)
+    return tuple(_pool(fields, nodes, settings, chosen) for fields in _wanted(partitions, settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentChoice:
+    """A component of a heterogeneous job: which nodes it asks for, how many, and the ranks of each."""
+
+    choice: NodeChoice
+    nodes: int
+    ranks: int | None
+
+
+def component_nodes(ask: Ask, components: Sequence[ComponentChoice]) -> tuple[NodeRequest, ...]:
+    """Return the nodes that the components of a heterogeneous job may get; without `gpus`, they get no GPU.
+
+    Args:
+        ask: runs a command of Slurm.
+        components: in their order.
+
+    Raises:
+        LaunchError: Slurm does not answer, or has no such partition or reservation.
+    """
+    if not components:
+        return ()
+    partitions, nodes, found = _partitions(ask), _nodes(ask), list[NodeRequest]()
+    for number, component in enumerate(components, 1):
+        choice = component.choice
+        if choice.partition is None and not any(map(_is_default, partitions)):
+            raise LaunchError(
+                f"component {number} of [[slurm.components]] has no partition, and Slurm has no default one; name one "
+                "with partition"
+            )
+        wanted = _wanted(partitions, choice) if choice.partition is not None else list(filter(_is_default, partitions))
+        pools = [_pool(fields, nodes, choice, _chosen_names(ask, choice)) for fields in wanted]
+        pool = pools[0] if len(pools) == 1 else _either(pools)
+        if choice.gpus is None:
+            pool = replace(pool, nodes=tuple(replace(node, gpus=0, gpu="") for node in pool.nodes))
+        found.append(NodeRequest(name=f"component {number}", count=component.nodes, ranks=component.ranks, pool=pool))
+    return tuple(found)
+
+
+def _either(pools: Sequence[NodePool]) -> NodePool:
+    """Return what a job may get that names several partitions: Slurm takes the one in which it starts first."""
+    open_pools = [pool for pool in pools if not pool.closed] or list(pools)
+    limits = [pool.time_limit_s for pool in open_pools if pool.time_limit_s is not None]
+    most = [pool.most_nodes for pool in open_pools if pool.most_nodes is not None]
+    nodes = {node.name: node for pool in open_pools for node in pool.nodes}
+    return NodePool(
+        name=",".join(pool.name for pool in pools),
+        nodes=tuple(nodes.values()),
+        absent={name: why for pool in open_pools for name, why in pool.absent.items() if name not in nodes},
+        closed=open_pools[0].closed,
+        most_nodes=min(most, default=None),
+        time_limit_s=min(limits, default=None),
+    )
+
+
+def _partitions(ask: Ask) -> list[dict[str, str]]:
+    """Return what Slurm says of each partition."""
+    return [_fields(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
+
+
+def _is_default(partition: Mapping[str, str]) -> bool:
+    return partition.get("Default") == "YES"
+
+
+def _nodes(ask: Ask) -> dict[str, dict[str, str]]:
+    """Return what Slurm says of each node, by name."""
+    lines = ask("scontrol", "--oneliner", "show", "node").splitlines()
+    return {fields["NodeName"]: fields for line in lines if "NodeName" in (fields := _fields(line))}
+
+
+def _wanted(partitions: Sequence[Mapping[str, str]], settings: NodeChoice) -> list[Mapping[str, str]]:
+    """Return the partitions that the settings name, or all of them, the default one first.
+
+    Raises:
+        LaunchError: Slurm has no such partition.
+    """
     wanted = None if settings.partition is None else settings.partition.split(",")
     known = [fields["PartitionName"] for fields in partitions]
     missing = [name for name in wanted or () if name not in known]
     if missing:
         raise LaunchError(f"Slurm has no partition {missing[0]!r}; it has {', '.join(known) or 'none'}")
-    listed = ask("scontrol", "--oneliner", "show", "node").splitlines()
-    nodes = {fields["NodeName"]: fields for line in listed if "NodeName" in (fields := _fields(line))}
-    chosen = _chosen_names(ask, settings)
-    partitions.sort(key=lambda fields: fields.get("Default") != "YES")
-    return tuple(
-        _pool(fields, nodes, settings, chosen)
-        for fields in partitions
-        if wanted is None or fields["PartitionName"] in wanted
-    )
+    found = [fields for fields in partitions if wanted is None or fields["PartitionName"] in wanted]
+    return sorted(found, key=lambda fields: not _is_default(fields))
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.clusters.cluster_resources import ClusterNode, NodeInventory, NodePool
+from tutti.clusters.cluster_resources import ClusterNode, MixedJobs, NodeInventory, NodePool, NodeRequest
 from tutti.clusters.profile_file import HardwareFacts, read_profile
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.on_nodes import cluster_settings
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOffer:
-    """Equal nodes of a pool, and what they are for the planner.
+    """Equal nodes of a pool, or those of a job of several kinds, and what they are for the planner.
 
     Attributes:
         pool: from which they are.
+        requests: of a job of several kinds of nodes, in the order of its nodes; it has exactly these.
         nodes: as the scheduler tells of them.
         machines: for the planner, as many as a job may get; None where too little is known.
         reason: why they cannot be planned for.
@@ -34,6 +35,7 @@ class NodeOffer:
 
     pool: NodePool
     nodes: tuple[ClusterNode, ...]
+    requests: tuple[NodeRequest, ...] = ()
     machines: ClusterSpec | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -83,6 +85,9 @@ def offers(options: PlanOptions) -> tuple[NodeOffer, ...]:
         raise LaunchError(f"--on {on}: that does not tell what its cluster has; describe it with --cluster")
     settings = {**cluster_settings(on, options.requests, options.hosts), **options.settings}
     facts = _facts(read_profile(Path.cwd()).hardware, options)
+    if isinstance(scheduler, MixedJobs) and scheduler.kinds(settings):
+        scheduler.nodes(settings, options.nnodes)
+        return (_job_offer(on, scheduler.requests(settings), facts),)
     found = []
     for pool in scheduler.pools(settings):
         kinds: dict[object, list[ClusterNode]] = {}
@@ -125,10 +130,145 @@ def _offer(
         elif len({node.kind for node in nodes}) > 1:
             raise PlanError(f"its nodes differ, and were never measured: `tutti probe --on {on}` does it")
         else:
-            machines, notes = _from_data_sheets(on, pool, nodes, nnodes or most, facts, stated=nnodes is not None)
+            count = nnodes or most
+            probe = _probe_of(on, pool, nodes[0], count)
+            machines, notes = _from_data_sheets(
+                pool, nodes[0], count, facts, probe, stated=nnodes is not None and count > 1
+            )
     except (SpecError, PlanError) as error:
         return replace(found, reason=str(error))
-    return replace(found, machines=machines, notes=(*found.notes, *notes))
+    return replace(found, machines=replace(machines, name=pool.name or on), notes=(*found.notes, *notes))
+
+
+def _job_offer(on: str, requests: tuple[NodeRequest, ...], facts: HardwareFacts) -> NodeOffer:
+    """Return the nodes of a job of several kinds as the planner sees them, or why it cannot."""
+    limits = [each.pool.time_limit_s for each in requests if each.pool.time_limit_s is not None]
+    nodes = {node.name: node for each in requests for node in each.pool.nodes}
+    pool = NodePool(
+        name=" + ".join(each.pool.name for each in requests),
+        nodes=tuple(nodes.values()),
+        absent={name: why for each in requests for name, why in each.pool.absent.items() if name not in nodes},
+        time_limit_s=min(limits, default=None),
+    )
+    found = NodeOffer(pool=pool, nodes=pool.nodes, requests=requests)
+    try:
+        for each in requests:
+            _check_request(each)
+        count = sum(each.count for each in requests)
+        if count > len(nodes):  # components of a job have no node in common
+            raise PlanError(f"the job asks for {count} nodes, and {len(nodes)} serve it; ask for fewer")
+        machines, notes = _measured_job(requests, facts) or _job_by_data_sheets(on, requests, facts)
+    except (SpecError, PlanError) as error:
+        return replace(found, reason=str(error))
+    return replace(found, machines=replace(machines, name=pool.name), notes=tuple(notes))
+
+
+def _check_request(request: NodeRequest) -> None:
+    """Check that a part of a job gets nodes of one kind.
+
+    Raises:
+        PlanError: it gets none, or nobody knows which.
+    """
+    pool, name = request.pool, f"{request.name} ({request.pool.name})"
+    if pool.closed:
+        raise PlanError(f"{name}: {pool.closed}")
+    most = min(len(pool.nodes), pool.most_nodes or len(pool.nodes))
+    if request.count > most:
+        why = [f"{node}: {reason}" for node, reason in list(pool.absent.items())[:3]]
+        has = f"one job gets at most {most}" if most < len(pool.nodes) else f"it has {most} such nodes"
+        raise PlanError(f"{name} asks for {request.count} nodes, and {has}" + (f" ({'; '.join(why)})" if why else ""))
+    kinds = list({node.kind: node for node in pool.nodes}.values())
+    if len(kinds) > 1:
+        raise PlanError(
+            f"{name} may get nodes of several kinds ({_described(kinds[:1])}; {_described(kinds[1:2])}); narrow it "
+            "with gpus, constraint or nodelist"
+        )
+    node = pool.nodes[0]
+    if request.ranks is None and not node.gpus:
+        raise PlanError(f"{name} asks for no GPUs, so its ranks are not known; give it gpus, or ranks on its cores")
+    if request.ranks is not None and node.gpus and request.ranks > node.gpus:
+        raise PlanError(f"{name} has {request.ranks} ranks and {node.gpus} GPUs per node; give each rank one")
+
+
+def _measured_job(requests: Sequence[NodeRequest], facts: HardwareFacts) -> tuple[ClusterSpec, list[str]] | None:
+    """Return the nodes of a job of which some of each part were measured together; None if none were."""
+    from tutti.profile.probe.cluster_cache import clusters_within
+
+    names = {node.name for each in requests for node in each.pool.nodes}
+    for cluster in clusters_within(tuple(names)):
+        conditions = cluster.conditions
+        found = _as_measured(cluster, requests, facts)
+        if found is None or conditions is None:
+            continue
+        words = f"measured on {_few(list(conditions.hosts))} at {conditions.measured_utc}"
+        words += "" if set(conditions.hosts) == names else f"; the others of {len(names)} are taken to be equal"
+        return found, [words]
+    return None
+
+
+def _as_measured(cluster: ClusterSpec, requests: Sequence[NodeRequest], facts: HardwareFacts) -> ClusterSpec | None:
+    """Return the nodes of a job as some of each part were measured; None where some part was not, or in another way.
+
+    Equal nodes are taken to be as fast as the slowest of them that was measured.
+    """
+    hosts = () if cluster.conditions is None else cluster.conditions.hosts
+    every = [node for node in cluster.nodes for _ in range(node.count)]
+    joined = cluster.link("network") is not None or sum(each.count for each in requests) == 1
+    if len(every) != len(hosts) or not joined:
+        return None
+    by_host = dict(zip(hosts, every, strict=True))
+    specs, devices = list[NodeSpec](), dict[str, DeviceSpec]()
+    for each in requests:
+        first = each.pool.nodes[0]
+        known = [by_host[node.name] for node in each.pool.nodes if node.name in by_host]
+        if not known:
+            return None
+        spec = min(known, key=lambda node: _peak(cluster.devices[node.device]))
+        device, ranks, count = cluster.devices[spec.device], each.ranks or first.gpus, spec.devices_per_node
+        if device.kind != "cpu":
+            count = min(first.gpus, count)
+            if ranks > count:
+                return None
+        key = _device_key(devices, _priced(device, each.pool, first.gpu, facts), each)
+        specs.append(replace(spec, name=each.name, device=key, count=each.count, devices_per_node=count, ranks=ranks))
+    return replace(cluster, devices=devices, nodes=tuple(specs))
+
+
+def _device_key(devices: dict[str, DeviceSpec], device: DeviceSpec, request: NodeRequest) -> str:
+    """Add a device, and return its name; one that differs from another of its name in price gets a name of its own."""
+    if devices.get(device.name, device) != device:
+        device = replace(device, name=f"{device.name}, {request.name}")
+    devices[device.name] = device
+    return device.name
+
+
+def _job_by_data_sheets(
+    on: str, requests: Sequence[NodeRequest], facts: HardwareFacts
+) -> tuple[ClusterSpec, list[str]]:
+    """Return the nodes of a job with known GPUs, and what is not known of them.
+
+    Raises:
+        PlanError: too little is known for a plan.
+    """
+    told = all(each.ranks is not None for each in requests)
+    probe = f"`tutti probe --on {on}{'' if told else ' --nproc 2'}`"
+    devices, specs, notes = dict[str, DeviceSpec](), list[NodeSpec](), list[str]()
+    several = sum(each.count for each in requests) > 1
+    links: list[tuple[LinkSpec, ...]] = []
+    for each in requests:
+        node = each.pool.nodes[0]
+        try:
+            own, said = _from_data_sheets(each.pool, node, each.count, facts, probe, stated=several)
+        except (SpecError, PlanError) as error:
+            raise PlanError(f"{each.name} ({each.pool.name}): {error}") from None
+        key = _device_key(devices, own.devices[own.nodes[0].device], each)
+        specs.append(replace(own.nodes[0], name=each.name, device=key, ranks=each.ranks or node.gpus))
+        links.append(own.links)
+        notes += [f"{each.name}: {words}" for words in said]
+    if len(set(links)) > 1:
+        specs = [replace(spec, links=own) for spec, own in zip(specs, links, strict=True)]
+    shared = links[0] if len(set(links)) == 1 else ()
+    return ClusterSpec(name=on, devices=devices, nodes=tuple(specs), links=shared), notes
 
 
 def _measured(
@@ -208,18 +348,30 @@ def _peak(device: DeviceSpec) -> float:
     return max(device.peak_flops_per_s.values())
 
 
+def _probe_of(on: str, pool: NodePool, node: ClusterNode, count: int) -> str:
+    """Return the command that measures such nodes, as messages name it."""
+    requests = ",".join(filter(None, (pool.request, f"gpus={node.gpus}" if node.gpus and on != "ssh" else "")))
+    request = f" --request {requests}" if requests else ""
+    return f"`tutti probe --on {on}{request} --nodes {min(count, 2)} --nproc {node.gpus or 2}`"
+
+
 def _from_data_sheets(
-    on: str, pool: NodePool, nodes: tuple[ClusterNode, ...], count: int, facts: HardwareFacts, *, stated: bool
+    pool: NodePool, node: ClusterNode, count: int, facts: HardwareFacts, probe: str, *, stated: bool
 ) -> tuple[ClusterSpec, list[str]]:
-    """Return nodes with known GPUs, and what is not known of them.
+    """Return so many equal nodes with known GPUs, and what is not known of them.
+
+    Args:
+        pool: from which they are.
+        node: one of them.
+        count: of them.
+        facts: what is told of the hardware.
+        probe: the command that measures them.
+        stated: whether they are to be used together with others, so that what joins nodes has to be known.
 
     Raises:
         PlanError: too little is known for a plan.
     """
-    node, notes = nodes[0], list[str]()
-    requests = ",".join(filter(None, (pool.request, f"gpus={node.gpus}" if node.gpus and on != "ssh" else "")))
-    request = f" --request {requests}" if requests else ""
-    probe = f"`tutti probe --on {on}{request} --nodes {min(count, 2)} --nproc {node.gpus or 2}`"
+    notes = list[str]()
     if not node.gpus:
         raise PlanError(f"how fast its cores are is not known; measure them: {probe}")
     device = _device(node.gpu, facts, notes, probe)
@@ -230,7 +382,7 @@ def _from_data_sheets(
             f"what joins the {node.gpus} GPUs of a node is not known; say it, such as --links nvlink3,8*ib-hdr, or "
             f"measure it: {probe}"
         )
-    if count > 1 and "network" not in tiers:
+    if (count > 1 or stated) and "network" not in tiers:
         if stated:
             raise PlanError(
                 f"what joins its nodes is not known; say it, such as --links nvlink3,8*ib-hdr, or measure it: {probe}"
@@ -245,9 +397,8 @@ def _from_data_sheets(
     spec = NodeSpec(
         name="node", device=device.name, devices_per_node=node.gpus, count=count, memory_nbytes=memory, cores=node.cores
     )
-    name = pool.name or on
     notes.append(f"GPUs by data sheet, {device.name}")
-    return ClusterSpec(name=name, devices={device.name: device}, nodes=(spec,), links=links), notes
+    return ClusterSpec(name=pool.name, devices={device.name: device}, nodes=(spec,), links=links), notes
 
 
 def _device(gpu: str, facts: HardwareFacts, notes: list[str], probe: str) -> DeviceSpec:
@@ -350,7 +501,7 @@ def _pool_plan(offer: NodeOffer, planned: Planned | str, nnodes: int | None) -> 
     pool = offer.pool
     row = PoolPlan(
         pool=pool.name,
-        nodes_are=_described(offer.nodes),
+        nodes_are=_described_job(offer.requests) if offer.requests else _described(offer.nodes),
         node_names=tuple(node.name for node in offer.nodes),
         idle=None if any(node.idle is None for node in offer.nodes) else sum(bool(node.idle) for node in offer.nodes),
         absent=dict(pool.absent),
@@ -361,7 +512,7 @@ def _pool_plan(offer: NodeOffer, planned: Planned | str, nnodes: int | None) -> 
     if isinstance(planned, str):
         return replace(row, reason=planned)
     assert offer.machines is not None
-    per_node = [node.devices_per_node for node in offer.machines.nodes for _ in range(node.count)]
+    per_node = [node.ranks or node.devices_per_node for node in offer.machines.nodes for _ in range(node.count)]
     nproc, left = list[int](), planned.plan.world_size
     for devices in per_node:
         nproc += [min(devices, left)] if left > 0 else []
@@ -374,7 +525,7 @@ def _pool_plan(offer: NodeOffer, planned: Planned | str, nnodes: int | None) -> 
         row,
         plan=planned.plan,
         nproc=tuple(count for count in nproc if count > 0),
-        gpus=offer.nodes[0].gpus > 0,
+        gpus=offer.nodes[0].gpus > 0 and not offer.requests,  # a job of several kinds says so itself
         step_time_s=planned.choice.prediction.step_time_s.value,
         steps=None if totals is None else totals.steps,
         time_s=None if totals is None or totals.steps is None else totals.time_s,
@@ -389,3 +540,7 @@ def _described(nodes: Sequence[ClusterNode]) -> str:
     gpus = f"{first.gpus} {first.gpu or 'GPUs'}, " if first.gpus else ""
     memory = f", {first.memory_nbytes / 2**30:.0f} GiB" if first.memory_nbytes else ""
     return f"{count} node{'s' if count > 1 else ''} of {gpus}{first.cores} cores{memory}"
+
+
+def _described_job(requests: Sequence[NodeRequest]) -> str:
+    return " + ".join(_described(each.pool.nodes[:1] * each.count) for each in requests)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.clusters.cluster_job import NodeCommand, NodeCommands, NodeRuns
+from tutti.clusters.cluster_resources import MixedJobs
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.errors import LaunchError
@@ -48,7 +49,7 @@ def cluster_settings(on: str, requests: Sequence[str], hosts: str | None) -> Map
 
 
 def run_on_nodes(
-    command: NodeCommand, *, on: str, requests: Sequence[str], hosts: str | None = None, tasks_per_node: int = 1
+    command: NodeCommand, *, on: str, requests: Sequence[str], hosts: str | None = None, tasks_per_node: int | None = 1
 ) -> NodesResult:
     """Let a cluster run a command of `tutti` on nodes, show what it prints, and return how it has ended.
 
@@ -57,7 +58,8 @@ def run_on_nodes(
         on: the scheduler's name.
         requests: settings, such as "partition=gpu".
         hosts: the hosts of ssh.
-        tasks_per_node: how often it is started on each node, where the scheduler numbers the ranks.
+        tasks_per_node: how often it is started on each node, where the scheduler numbers the ranks; None for as many
+            ranks as the settings name.
 
     Raises:
         LaunchError: there is no such scheduler, it cannot do that, or it refuses.
@@ -84,6 +86,15 @@ def run_on_nodes(
 
     code, nodes = scheduler.run_on_nodes(command, settings, show)
     return NodesResult(code=code, nodes=nodes, sent=sent[0])
+
+
+def names_ranks(on: str, requests: Sequence[str]) -> bool:
+    """Return whether the settings of a job with nodes of several kinds name the ranks of each node."""
+    scheduler = scheduler_for(ALIASES.get(on, on))
+    if not isinstance(scheduler, MixedJobs):
+        return False
+    settings = cluster_settings(on, requests, None)
+    return bool(scheduler.kinds(settings)) and None not in scheduler.nodes(settings, None)
 
 
 def sends_to(on: str) -> bool:

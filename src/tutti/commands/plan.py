@@ -148,6 +148,8 @@ def planned(options: PlanOptions) -> Planned:
 def _planned_on(options: PlanOptions, model: ModelSpec, request: PlanRequest, machines: ClusterSpec) -> Planned:
     """Search for the best plan for machines, and for everything else that is asked for."""
     cluster = machines
+    if options.scaling and machines.fixed_ranks is not None:
+        raise PlanError("--scaling varies the number of ranks, and the nodes of the job fix it; leave it out")
     if options.share_device:
         cluster = with_shared_devices(machines, request)
     changed = [what_if(cluster, text) for text in options.what_if]  # before the search, so that errors come at once

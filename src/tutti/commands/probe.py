@@ -1,6 +1,5 @@
 """`tutti.probe`: measures this machine or a cluster, or describes a cluster from data sheets."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -188,7 +187,7 @@ def _with_disk(cluster: ClusterSpec, disks: list[DiskSpec | None]) -> ClusterSpe
 def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
     """Measure with the ranks that a launcher started; only rank 0 returns the result."""
     from tutti.comm.world import join_world, leave_world
-    from tutti.environment import slurm_node_names
+    from tutti.environment import node_name
     from tutti.profile.probe import FULL, QUICK, cached_cluster_path, of_nodes
     from tutti.profile.probe.rank_probe import measure_ranks
 
@@ -196,14 +195,14 @@ def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
     try:
         with _progress(world.is_main) as say:
             effort = QUICK if options.quick else FULL
-            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
+            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say, host=node_name())
             cluster = _with_disk(cluster, world.gather(_disk(options) if world.local_rank == 0 else None))
-            hosts = world.gather(socket.gethostname())
+            hosts = world.gather(node_name())
     finally:
         leave_world()
     if not world.is_main:
         return None
-    names = slurm_node_names() or tuple(dict.fromkeys(hosts))
+    names = tuple(dict.fromkeys(hosts))
     cluster = of_nodes(cluster, names)
     _keep(cluster, names)
     one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1

@@ -574,6 +574,7 @@ def _train(
     fits = spec.world_size == asked.world_size or (options.mesh is None and options.plan is None)
     wanted = _wanted(options, aside, spec.world_size) if fits and _to_predict(options) else None
     if wanted is not None:
+        wanted = replace(wanted, nproc=spec.ranks_per_node)
         aside.mkdir(exist_ok=True)
     in_memory = memory_folder(options.memory_checkpoint_every is not None)
     with interrupts() as interrupted, beside(wanted) as worker, in_memory as variables:

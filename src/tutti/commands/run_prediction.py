@@ -39,6 +39,7 @@ class PredictionRequest:
         folder: the run folder, where results are written.
         cluster: a ClusterSpec file; None for this machine, or the measured nodes of this Slurm job.
         nodes: number of nodes.
+        nproc: ranks of each node, if there are several.
         plan: the plan file that the run follows.
         mesh: the mesh, if there is no plan file.
         ranks: the number of ranks, if there is neither.
@@ -54,6 +55,7 @@ class PredictionRequest:
     folder: Path
     cluster: Path | None
     nodes: int = 1
+    nproc: tuple[int, ...] = ()
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
@@ -169,7 +171,8 @@ def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
 
     kept = kept_cluster(wanted.nodes)
     if kept is not None:
-        return kept
+        even = len(kept.nodes) == 1 and len(set(wanted.nproc)) == 1
+        return kept if even or wanted.nodes == 1 else kept.with_ranks(wanted.nproc)
     cluster = measure(quick=True, progress=say)
     serialization.save(cluster, cached_cluster_path())
     return cluster

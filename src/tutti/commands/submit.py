@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from tutti.clusters.cluster_job import (
     read_record,
     write_record,
 )
+from tutti.clusters.cluster_resources import MixedJobs
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.messages import console, short, warn
 from tutti.commands.on_nodes import cluster_settings
@@ -175,6 +177,8 @@ def submit_run(
             serialization.save(value, file)
     request = _request(options, words, nproc, folder, asked_of)
     preview = scheduler.preview(request)
+    if options.plan is None and isinstance(scheduler, MixedJobs) and scheduler.kinds(asked_of) > 1:
+        _warn_of_equal_shares(options, on, requests)
     if dry_run:
         return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
     with contextlib.suppress(FileNotFoundError):
@@ -317,6 +321,17 @@ def _refuse_busy(folder: Path) -> None:
         return
     if state in ("pending", "running"):
         raise LaunchError(f"{job} still writes into {short(folder)}; wait for its end, or `tutti cancel` it")
+
+
+def _warn_of_equal_shares(options: RunOptions, on: str, requests: Sequence[str]) -> None:
+    """Say that the ranks of a job of several kinds of nodes get equal shares, and what gives them others."""
+    asked = [word for text in requests for word in ("--request", text)]
+    script = ["SCRIPT"] if options.module else options.target
+    warn(
+        "the job has nodes of several kinds, and without --plan all of its ranks get equal shares of the batch; plan "
+        f"for them with `{shlex.join(['tutti', 'plan', '--on', on, *asked, '--output', 'plan.json', *script])}`, and "
+        "add --plan plan.json"
+    )
 
 
 def _check_range(scheduler: Scheduler, request: JobRequest, nodes: str, on: str) -> None:

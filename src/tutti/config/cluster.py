@@ -1,7 +1,7 @@
 """ClusterSpec: the machines, measured by `tutti probe` or written down from data sheets."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -389,6 +389,8 @@ class NodeSpec:
 
     Attributes:
         device: the kind of device, a key of ClusterSpec.devices.
+        ranks: of each of these hosts, where a job fixes them; all nodes of a cluster have them, or none. Plans then use
+            exactly these ranks, and keep the order of the nodes.
         cores: cores of a host with GPUs, which load data; 0 if unknown. CPU devices state their own.
         turns: number of hosts that take turns on one core, as in a lab; rates are those during a host's turn.
         links: replace the cluster's links of the same tier on these hosts.
@@ -413,6 +415,7 @@ class NodeSpec:
     copy_rates: tuple[CopyRate, ...] = ()
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     nvme: DiskSpec | None = None
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         _check(self, f"node {self.name!r}", frozenset({"cores"}))
@@ -428,7 +431,7 @@ class Conditions:
         load_at_start, load_at_end: load of the host before and after.
         versions: versions of the libraries that were used.
         notes: what was skipped, or may have disturbed the measurement.
-        hosts: names of the nodes that were measured together, as their cluster calls them.
+        hosts: names of the nodes that were measured together, as their cluster calls them, in the order of ranks.
     """
 
     measured_utc: str
@@ -490,6 +493,14 @@ class ClusterSpec:
                     f"node {node.name!r} has device {node.device!r}, which is not in devices "
                     f"({', '.join(self.devices) or 'empty'}); add it there"
                 )
+        without = [node.name for node in self.nodes if node.ranks is None]
+        if 0 < len(without) < len(self.nodes):
+            raise SpecError(f"node {without[0]!r} has no ranks, and others have; give all of them ranks, or none")
+        for node in self.nodes:
+            if (node.ranks or 0) > node.devices_per_node and self.devices[node.device].kind != "cpu":
+                raise SpecError(
+                    f"node {node.name!r} has {node.ranks} ranks and {node.devices_per_node} devices; give each rank one"
+                )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
         """Return the first link of a tier for hosts without links of their own; None where the cluster has none."""
@@ -512,3 +523,30 @@ class ClusterSpec:
     @property
     def device_count(self) -> int:
         return sum(node.count * node.devices_per_node for node in self.nodes)
+
+    def with_ranks(self, ranks: Sequence[int]) -> "ClusterSpec":
+        """Return the cluster with the ranks that a job gives to each host; unchanged where they do not fit its hosts.
+
+        Args:
+            ranks: of each host, in the order of the nodes.
+        """
+        hosts = [node for node in self.nodes for _ in range(node.count)]
+        nodes = list[NodeSpec]()
+        if len(hosts) != len(ranks):
+            return self
+        for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
+            if count > host.devices_per_node and self.devices[host.device].kind != "cpu":
+                return self
+            last = nodes[-1] if nodes else None
+            if last is not None and number and host is hosts[number - 1] and last.ranks == count:
+                nodes[-1] = replace(last, count=last.count + 1)
+                continue
+            name = host.name if all(node.name != host.name for node in nodes) else f"{host.name}, host {number}"
+            nodes.append(replace(host, name=name, count=1, ranks=count))
+        return replace(self, nodes=tuple(nodes))
+
+    @property
+    def fixed_ranks(self) -> int | None:
+        """The number of ranks, where a job fixes those of every host; else None."""
+        ranks = [node.count * node.ranks for node in self.nodes if node.ranks is not None]
+        return sum(ranks) if ranks else None

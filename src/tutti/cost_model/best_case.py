@@ -267,7 +267,7 @@ def uneven(best_case: BestCase, world: int, split: int) -> tuple[float]:
 
 def is_mixed(cluster: ClusterSpec) -> bool:
     """Return whether ranks of the cluster may differ in speed or memory."""
-    return len({(node.device, node.devices_per_node, node.memory_nbytes) for node in cluster.nodes}) > 1
+    return len({(node.device, node.devices_per_node, node.memory_nbytes, node.ranks) for node in cluster.nodes}) > 1
 
 
 def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:

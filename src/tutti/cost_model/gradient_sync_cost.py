@@ -395,7 +395,8 @@ def by_factors(
 def may_pay(model: ModelSpec, plan: Plan) -> bool:
     """Return whether factors would take fewer bytes for any layer, on any number of ranks."""
     columns = model_table(model)
-    wanted = replace(plan, sync=replace(plan.sync, compress=Compression(method=FACTORS)), mesh={"replicate": 2})
+    sync = replace(plan.sync, compress=Compression(method=FACTORS))
+    wanted = replace(plan, sync=sync, mesh={"replicate": 2}, shares=(), split_shares=())
     return bool(by_factors(columns, wanted, 2, ("replicate",), range(len(columns))))
 
 

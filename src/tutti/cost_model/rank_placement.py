@@ -2,6 +2,7 @@
 
 Ranks are placed in the order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts
 takes more ranks than devices: ranks then share the cores, and each host gets ranks in proportion to its cores.
+Where a job fixes the ranks of each host, it has these.
 """
 
 import math
@@ -75,6 +76,8 @@ def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[HostGroup, ...]:
     Raises:
         PlanError: there are fewer CUDA devices than ranks.
     """
+    if ranks == cluster.fixed_ranks:
+        return tuple(_host_group(cluster, node, node.count, node.ranks) for node in cluster.nodes if node.ranks)
     capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
     if ranks > capacity:
         return _sharing(cluster, ranks, capacity)

@@ -47,13 +47,15 @@ def orders(
     The orders are: the fastest first; the fastest data loading first; the fastest network first; the most computation
     for its price or power first (for the objectives cost and energy); the most memory first; each kind of node first
     once; the slowest first. At most `MOST_ORDERS` of them are returned. The result does not depend on the order in
-    which the cluster file lists its nodes.
+    which the cluster file lists its nodes, unless a job fixes the order and the ranks of the nodes.
 
     Args:
         cluster: the machines.
         loading: how samples are loaded, or None where that is unknown.
         objective: what the best plan minimises.
     """
+    if cluster.fixed_ranks is not None:
+        return (cluster,)
     loading_limits = [_loading_limits(node, loading) for node in cluster.nodes]
     network = [cluster.link_at(node, "network") for node in cluster.nodes]
     network_rates = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]

@@ -62,6 +62,7 @@ def choose(
     Raises:
         PlanError: no plan fits, or none can be predicted. The message has the numbers.
     """
+    request = _of_job(cluster, request)
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     plain = _is_plain(request.script) and len(cluster.devices) == 1
     if request.relax == "exact" and not (plain and may_pay(model, choice.best)):
@@ -70,6 +71,22 @@ def choose(
     if request.relax == "exact" and not (relaxed.relaxation is not None and relaxed.relaxation.chosen):
         return choice  # a strategy that loses nothing is mentioned only if it is chosen
     return relaxed
+
+
+def _of_job(cluster: ClusterSpec, request: PlanRequest) -> PlanRequest:
+    """Return the request with the number of ranks of a job that fixes them.
+
+    Raises:
+        PlanError: another number is asked for.
+    """
+    ranks = cluster.fixed_ranks
+    if ranks is None:
+        return request
+    mesh = None if request.mesh is None else math.prod(request.mesh.values())
+    for name, asked in (("--nproc", request.degree), ("--mesh", mesh), ("--max-devices", request.max_devices)):
+        if asked is not None and (asked < ranks if name == "--max-devices" else asked != ranks):
+            raise PlanError(f"{name} asks for {asked} ranks, and the nodes of the job have {ranks}; leave it out")
+    return dataclasses.replace(request, degree=ranks)
 
 
 def _is_plain(script: Plan) -> bool:

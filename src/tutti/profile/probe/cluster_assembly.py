@@ -142,7 +142,7 @@ class Findings:
 
 
 def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterSpec:
-    """Return the cluster that the ranks ran on. Equal hosts become one node with a count.
+    """Return the cluster that the ranks ran on, in the order of ranks. Equal neighbours become one node with a count.
 
     Args:
         findings: what the ranks measured.
@@ -209,13 +209,11 @@ def _links_of_slowest_host(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[Li
 
 
 def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
-    """Merge equal hosts; the slowest of their disks counts."""
+    """Merge equal hosts that follow each other, so that ranks are placed as they were; the slowest disk counts."""
     groups: list[tuple[HostDevice, list[HostDevice]]] = []
     for entry in _host_devices(findings):
-        for first, same in groups:
-            if _equal_hosts(first, entry):
-                same.append(entry)
-                break
+        if groups and _equal_hosts(groups[-1][0], entry):
+            groups[-1][1].append(entry)
         else:
             groups.append((entry, [entry]))
     return tuple(

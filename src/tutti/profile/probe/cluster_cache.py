@@ -36,11 +36,11 @@ def of_nodes(cluster: ClusterSpec, names: Sequence[str]) -> ClusterSpec:
 
     Args:
         cluster: measured on these nodes.
-        names: of the nodes, as their cluster calls them.
+        names: of the nodes in the order of their ranks, as their cluster calls them.
     """
     if cluster.conditions is None:
         return cluster
-    return replace(cluster, conditions=replace(cluster.conditions, hosts=tuple(sorted(names))))
+    return replace(cluster, conditions=replace(cluster.conditions, hosts=tuple(names)))
 
 
 def outdated(cluster: ClusterSpec, here: Mapping[str, str]) -> str:

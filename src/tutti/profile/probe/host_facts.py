@@ -51,10 +51,14 @@ class HostFacts:
     machine_cores: int = 0
 
 
-def facts() -> HostFacts:
-    """Return the facts of this host, now."""
+def facts(name: str = "") -> HostFacts:
+    """Return the facts of this host, now.
+
+    Args:
+        name: what its cluster calls it; its own name if empty.
+    """
     return HostFacts(
-        name=socket.gethostname(),
+        name=name or socket.gethostname(),
         cpu=cpu_model(),
         cores=cores_granted(),
         memory_nbytes=memory_granted(),

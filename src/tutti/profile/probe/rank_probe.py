@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Say) -> ClusterSpec:
+def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Say, host: str = "") -> ClusterSpec:
     """Measure the machines of all ranks of the default process group; every rank returns the same spec. Collective.
 
     Args:
@@ -57,11 +57,12 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
         effort: how much to measure.
         folder: a folder on the disk to time, on each host.
         say: receives a line of text before each measurement.
+        host: what its cluster calls this rank's host; its own name if empty.
     """
     allow_tf32(False)  # torch computes convolutions in TF32 by default
     control = dist.new_group(backend="gloo")
     deprioritise_gloo_threads()
-    facts = _gather(control, _facts(device))
+    facts = _gather(control, _facts(device, host))
     hosts = by_host(facts)
     neighbours = hosts[facts[dist.get_rank()].host.name]
     exclusive, facts = _measure_exclusive(control, facts, device, effort, say)
@@ -97,8 +98,8 @@ def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
     return gather_values(value, group)
 
 
-def _facts(device: torch.device) -> RankFacts:
-    host = host_facts.facts()
+def _facts(device: torch.device, host_name: str = "") -> RankFacts:
+    host = host_facts.facts(host_name)
     if device.type == "cpu":
         return RankFacts(
             host=host,
