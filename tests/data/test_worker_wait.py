@@ -17,6 +17,7 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tutti import stack_watch
+from tutti.data import share_loader
 from tutti.data.share_loader import worker_batches
 from tutti.errors import TrainingError
 from tutti.trainer.guard import sample_values
@@ -44,6 +45,12 @@ class Fails(Dataset[int]):
             if self.how in signal.Signals.__members__:
                 os.kill(os.getpid(), signal.Signals[self.how])
         return index
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as one that is no rank, whatever other tests have made of it."""
+    monkeypatch.setattr(stack_watch._WATCH, "folder", None)
 
 
 def read(how: str, timeout_s: float = math.inf, **options: Any) -> list[int]:
@@ -77,6 +84,17 @@ def test_a_worker_that_ends_as_it_hands_over_a_batch_is_named(monkeypatch: pytes
     def reset(batches: Any, timeout_s: float) -> Any:
         os.kill(batches._workers[0].pid, signal.SIGKILL)
         raise ConnectionResetError(104, "Connection reset by peer")
+
+    end_of, raised = share_loader._end_of, list[str]()
+
+    def raises_once(*worker: Any) -> Any:
+        if not raised:
+            raised.append("as torch does at a worker's end")
+            raise RuntimeError(raised[0])
+        return end_of(*worker)
+
+    monkeypatch.setattr(share_loader, "_end_of", raises_once)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", True)  # torch's own stays out of this test
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", reset)
     with pytest.raises(TrainingError, match=r"worker 0 of the data loader \(pid \d+\) was killed by SIGKILL"):

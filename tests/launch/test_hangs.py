@@ -42,7 +42,7 @@ HANGS: dict[str, str] = {
     "skipped functional collective": r"rank 0 waits in all-reduce \d+ of float32 \[3\] of ranks 0, 1 at "
     r".*faults\.py:\d+ while rank 1 waits in .*statistics over replicate in module norm",
     "order": r"with different operations: rank 0 with all-reduce of float32 \[4\] at .*faults\.py:\d+, rank 1 with "
-    r"broadcast of float32 \[2\] at .*faults\.py:\d+; call the same collectives",
+    r"broadcast of float32 \[2\] from rank 0 at .*faults\.py:\d+; call the same collectives",
     "shape": r"different shapes: rank 0 with all-reduce of float32 \[4\].*, rank 1 with all-reduce of float32 \[5\]",
     "dtype": r"different dtypes: rank 0 with all-reduce of float32 \[4\].*, rank 1 with all-reduce of float64 \[4\]",
 }
@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
     "evaluate": r"rank 0 is in job\.step \(epoch 0, batch 7\) while rank 1 is in job\.evaluate",
     "save": r"rank 0 is in job\.step \(epoch 0, batch 7\) while rank 1 is in job\.save",
     "killed worker": r"rank 1 on host \S+ failed:.*worker",
-    "uneven data": "rank 1 .*ended there while other ranks still waited|rank 0 is in job.* while rank 1 is in ",
+    "uneven data": "rank 1 .*ended there.* while other ranks still waited|rank 0 is in job.* while rank 1 is in ",
     "other model": "last",
 }
 """Fault that is noticed before anything hangs -> its sentence."""

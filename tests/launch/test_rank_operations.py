@@ -32,7 +32,7 @@ for epoch in job.epochs(1):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("what", "said"), [("break", "job.save"), ("evaluate", "job.evaluate")])
+@pytest.mark.parametrize(("what", "said"), [("break", "job.epochs"), ("evaluate", "job.evaluate")])
 def test_ranks_in_different_operations_are_named(what: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [

@@ -336,10 +336,13 @@ def _ends(workers: Sequence[Any], within_s: float) -> list[str]:
     """Return sentences on how workers ended; wait so long for the first to be seen."""
     until = time.monotonic() + within_s
     while True:
-        ended = [sentence for worker in enumerate(workers) if (sentence := _end_of(*worker))]
-        if ended or time.monotonic() >= until:
-            return ended
-        time.sleep(0.01)
+        try:
+            ended = [sentence for worker in enumerate(workers) if (sentence := _end_of(*worker))]
+            if ended or time.monotonic() >= until:
+                return ended
+            time.sleep(0.01)
+        except RuntimeError:  # torch raises it when a worker ends, in whatever line runs then
+            continue
 
 
 def _end_of(number: int, worker: Any) -> str | None:

@@ -322,8 +322,8 @@ def _stuck_words(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank],
     hosts = {view.record.state.host for view in members.values() if view.record is not None}
     between = f" between hosts {', '.join(sorted(hosts))}" if len(hosts) > 1 else ""
     remedy = f"look at the network{between}: links, firewall, and `tutti doctor`"
-    if len(hosts) == 1:
-        remedy = "look in the ranks' stderr.log for an earlier collective that has failed, or had other arguments"
+    if len(hosts) == 1:  # or several of one name, such as containers
+        remedy += "; on one host, in the ranks' stderr.log for an earlier collective that failed or had other arguments"
     verb = "waits" if len(waits) == 1 else "wait"
     if caught:
         return f"{_ranks(sorted(waits))} {verb} for {now_s - first.since_s:.0f} s in {_words(first)}; {caught}"

@@ -183,7 +183,7 @@ def _end_epoch(job: Any, run: Run, callbacks: JobCallbacks, epoch: int) -> None:
         run.state.loader.next_epoch()
     run.loop.program.epoch_ended(run.state.loader.epoch)
     callbacks.call("on_epoch_end", job, epoch)
-    with run.loop.watch.during("the end of an epoch"):
+    with run.loop.watch.during("job.epochs"):
         ending.reason = ending.reason or callbacks.stop_reason(run.parallel.world)
     save_when_due(run)
     ended = {"epoch": epoch, "step": run.state.progress.step, "partial": partial}
