@@ -240,7 +240,7 @@ QUICK = Sizes(ranks=2, repeats=1)
 SCRIPTS = {"tutti": TUTTI_SCRIPT, "torchrun": TORCH_SCRIPT, "torchft": TORCHFT_SCRIPT, "horovod": HOROVOD_SCRIPT}
 INSTALLED = [name for name in ("torchft", "horovod") if importlib.util.find_spec(name)]
 SYSTEMS = ("tutti", "torchrun", *INSTALLED)
-NOT_ASKED = ("torchft", "killed launcher")  # it has none: a scheduler starts the ranks
+NOT_APPLICABLE = ("torchft", "killed launcher")  # it has none: a scheduler starts the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         for repeat in range(sizes.repeats):
             for fault in FAULTS:
                 for system in SYSTEMS:
-                    if (system, fault) == NOT_ASKED:
+                    if (system, fault) == NOT_APPLICABLE:
                         continue
                     folder = Path(scratch) / f"{system}-{fault}-{repeat}".replace(" ", "-")
                     outcome = _suffer(system, fault, folder, sizes, quiet[system])

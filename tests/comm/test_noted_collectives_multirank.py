@@ -86,3 +86,31 @@ def test_collectives_are_noted() -> None:
         assert not blocking["shared-memory exchange"]
     groups = {event.group for events in everyone for event in events if event.name == "broadcast"}
     assert len(groups) == 1  # the same text on all ranks
+
+
+def _roots() -> list[str]:
+    world = join_world()
+    note_collectives()
+    folder = Path(f"record-{world.rank}")
+    folder.mkdir()
+    pair = dist.new_group([1, 2])
+    assert open_record(folder, world.rank, world.world_size) == ""
+    tensor = torch.ones(2)
+    if world.rank == 1:
+        dist.broadcast(tensor, 1, pair)
+        dist.reduce(tensor, group=pair, group_dst=1)
+    elif world.rank == 2:
+        dist.broadcast(tensor, group=pair, group_src=0)
+        dist.reduce(tensor, 2, dist.ReduceOp.SUM, pair)
+    if world.rank == 0:
+        dist.gather(tensor, [torch.ones(2) for _ in range(3)])
+    else:
+        dist.gather(tensor, dst=0)
+    ACTIVE.recorder = None
+    return [event.about for event in read_record(folder / FILE_NAME).events if event.of_script]
+
+
+def test_one_root_has_one_name_however_the_script_states_it() -> None:
+    first, *others = run_ranks(_roots, 3)
+    assert first == ["to rank 0"]
+    assert others == [["from rank 1", "to rank 2", "to rank 0"]] * 2

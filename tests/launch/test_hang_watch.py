@@ -202,14 +202,15 @@ def test_a_collective_of_the_script_that_meets_another_is_named_by_its_line(
     assert mismatch_of(looked_at(tmp_path), 1) == said
 
 
-def test_different_ends_of_a_broadcast_are_side_by_side(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+def test_different_sources_of_a_broadcast_are_side_by_side(tmp_path: Path, recorders: list[EventRecorder]) -> None:
     import torch
 
     for rank in range(3):
         begin(recorders[rank], "broadcast", "train.py:9", f"from rank {min(rank, 1)}", dtype=torch.float32)
     said = judge(looked_at(tmp_path), time.time()).message
     assert (
-        "different ends: rank 0 with broadcast of float32 [2] from rank 0 at train.py:9, rank 1 with broadcast" in said
+        "different src or dst: rank 0 with broadcast of float32 [2] from rank 0 at train.py:9, rank 1 with broadcast"
+        in said
     )
     assert said.endswith("float32 [2] from rank 1 at train.py:9; name the same src or dst on every rank")
 

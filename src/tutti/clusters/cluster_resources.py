@@ -77,7 +77,7 @@ class NodeRequest:
 
 
 @runtime_checkable
-class MixedJobs(Protocol):
+class HeterogeneousJobs(Protocol):
     """A scheduler whose settings may ask for nodes of several kinds in one job, as heterogeneous jobs of Slurm do."""
 
     def kinds(self, settings: Mapping[str, Any]) -> int:

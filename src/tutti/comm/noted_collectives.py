@@ -94,7 +94,7 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     group_at = parameters.index("group")
     async_at = parameters.index("async_op") if "async_op" in parameters else None
     tensor_at = None if name == "barrier" else int(name in _SHAPED_BY_INPUT)
-    root_at = next((parameters.index(each) for each in ("src", "dst") if each in parameters), None)
+    root = None if name in ("send", "recv") else next((each for each in ("src", "dst") if each in parameters), None)
     tensor_name = "" if tensor_at is None else parameters[tensor_at]
 
     @functools.wraps(function)
@@ -119,9 +119,12 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         if not number:
             return function(*args, **kwargs)
         caller = sys._getframe(1)
-        if is_code_of_script(caller.f_code):
-            root = "" if root_at is None else _root(name, args[root_at : root_at + 1], kwargs)
-            place_in_script(recorder, number, f"{caller.f_code.co_filename}:{caller.f_lineno}", root)
+        if _is_code_of_script(caller.f_code):
+            about = ""
+            if root is not None:
+                given = dict(zip(parameters, args, strict=False)) | kwargs
+                about = _described_root(root, given.get(root), group, given.get(f"group_{root}"))
+            place_in_script(recorder, number, f"{caller.f_code.co_filename}:{caller.f_lineno}", about)
         try:
             work = function(*args, **kwargs)
         except BaseException:
@@ -137,17 +140,21 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return noted
 
 
-def _root(name: str, given: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return from or to which rank a collective sends, in words; empty for others."""
-    if name in ("send", "recv"):
-        return ""
-    named = {each: kwargs[each] for each in ("src", "group_src", "dst", "group_dst") if kwargs.get(each) is not None}
-    rank = given[0] if given else next(iter(named.values()), 0)
-    return f"{'to' if name in ('reduce', 'gather') else 'from'} rank {rank}"
+def _described_root(root: str, rank: Any, group: Any, in_group: Any) -> str:
+    """Return from or to which rank a collective sends, in words.
+
+    Args:
+        root: "src" or "dst".
+        rank: its rank, or None.
+        group: of the collective; None for all ranks.
+        in_group: its number in the group, where `rank` is None. Without both, torch takes rank 0.
+    """
+    number = 0 if rank is None and in_group is None else _peer(rank, group, in_group)
+    return f"{'from' if root == 'src' else 'to'} rank {number}"
 
 
 @functools.lru_cache(maxsize=1024)
-def is_code_of_script(code: CodeType) -> bool:
+def _is_code_of_script(code: CodeType) -> bool:
     """Return whether code is the script's own."""
     return is_of_script(code.co_filename)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.clusters.cluster_resources import ClusterNode, MixedJobs, NodeInventory, NodePool, NodeRequest
+from tutti.clusters.cluster_resources import ClusterNode, HeterogeneousJobs, NodeInventory, NodePool, NodeRequest
 from tutti.clusters.profile_file import HardwareFacts, read_profile
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.on_nodes import cluster_settings
@@ -85,7 +85,7 @@ def offers(options: PlanOptions) -> tuple[NodeOffer, ...]:
         raise LaunchError(f"--on {on}: that does not tell what its cluster has; describe it with --cluster")
     settings = {**cluster_settings(on, options.requests, options.hosts), **options.settings}
     facts = _facts(read_profile(Path.cwd()).hardware, options)
-    if isinstance(scheduler, MixedJobs) and scheduler.kinds(settings):
+    if isinstance(scheduler, HeterogeneousJobs) and scheduler.kinds(settings):
         scheduler.nodes(settings, options.nnodes)
         return (_job_offer(on, scheduler.requests(settings), facts),)
     found = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.clusters.cluster_job import NodeCommand, NodeCommands, NodeRuns
-from tutti.clusters.cluster_resources import MixedJobs
+from tutti.clusters.cluster_resources import HeterogeneousJobs
 from tutti.clusters.profile_file import read_profile, with_requests
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.errors import LaunchError
@@ -91,7 +91,7 @@ def run_on_nodes(
 def names_ranks(on: str, requests: Sequence[str]) -> bool:
     """Return whether the settings of a job with nodes of several kinds name the ranks of each node."""
     scheduler = scheduler_for(ALIASES.get(on, on))
-    if not isinstance(scheduler, MixedJobs):
+    if not isinstance(scheduler, HeterogeneousJobs):
         return False
     settings = cluster_settings(on, requests, None)
     return bool(scheduler.kinds(settings)) and None not in scheduler.nodes(settings, None)

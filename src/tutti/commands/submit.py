@@ -24,7 +24,7 @@ from tutti.clusters.cluster_job import (
     read_record,
     write_record,
 )
-from tutti.clusters.cluster_resources import MixedJobs
+from tutti.clusters.cluster_resources import HeterogeneousJobs
 from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.messages import console, short, warn
 from tutti.commands.on_nodes import cluster_settings
@@ -177,7 +177,7 @@ def submit_run(
             serialization.save(value, file)
     request = _request(options, words, nproc, folder, asked_of)
     preview = scheduler.preview(request)
-    if options.plan is None and isinstance(scheduler, MixedJobs) and scheduler.kinds(asked_of) > 1:
+    if options.plan is None and isinstance(scheduler, HeterogeneousJobs) and scheduler.kinds(asked_of) > 1:
         _warn_of_equal_shares(options, on, requests)
     if dry_run:
         return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)

@@ -16,6 +16,9 @@ with different tensors. stuck: all are in the same one. none: nobody waits."""
 
 _MOST_PLACES = 300
 
+_ROOTS = "src or dst"
+"""In what a broadcast, a scatter, a reduction or a gather differs that names another rank."""
+
 _STATISTICS = "statistics over "
 """How the name of the data begins that batch norms exchange while they train."""
 
@@ -212,7 +215,7 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
     if one.name != two.name:
         return "operations"
     if one.of_script and one.about != two.about:
-        return "ends"
+        return _ROOTS
     if one.name not in _WHOLE:
         return ""
     if one.dtype != two.dtype:
@@ -224,7 +227,7 @@ def _difference(one: RankEvent, two: RankEvent) -> str:
 def _remedy_of(difference: str) -> str:
     if difference == "operations":
         return _CALL
-    if difference == "ends":
+    if difference == _ROOTS:
         return "name the same src or dst on every rank"
     return f"give tensors of the same shape and dtype on every rank ({difference} that depend on the data need padding)"
 
