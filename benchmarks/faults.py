@@ -1,5 +1,4 @@
-"""Faults tried and survived: `tutti run` beside torchrun's elastic agent and torchft, on the same faults, with the
-seconds of each.
+"""Faults tried and survived: `tutti run` beside torchrun's elastic agent, torchft and Horovod, with the seconds.
 
 All train the same model from the same samples and save a checkpoint every few steps; the scripts for torchrun and
 torchft save and load by themselves, as their documentation shows, and skip the samples that they have trained. After
